@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1330,
     "launch": 530,
     "launch/commands": 1530,
-    "launch/data": 2610,
+    "launch/data": 2150,
     "launch/doctor": 1520,
     "launch/explain": 430,
     "launch/fit": 270,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 IGNORED = -100  # the label that cross-entropy skips
-UNKNOWN = 0  # the most examples of a row, in a stream
 MULTIPLE = 8  # tensor cores want lengths divisible by 8
 
 Example = dict[str, Any]  # input_ids, and labels: one for each token, or one class
@@ -19,21 +18,19 @@ class Stack:
     """Packed rows have one length and nothing to mask.
 
     FlashAttention finds where examples begin by position_ids in a batch of one row only, and lets
-    them see each other in larger ones: with `most_examples`, those of a row, it is told. The
-    number of limits is always the same, so that nothing is compiled again; if the most are UNKNOWN,
-    it is a power of two, so that this is rare.
+    them see each other in larger ones: for `flash`, it is told. The number of limits is a power of
+    two, so that compiled code is rarely compiled again.
     """
 
-    most_examples: int | None = None
+    flash: bool = False
 
     def __call__(self, rows: list[Example]) -> dict[str, Any]:
         batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        if self.most_examples is None:
+        if not self.flash or "position_ids" not in batch:
             return batch
         positions = batch["position_ids"]
         starts = (positions.flatten() == 0).nonzero().flatten()
-        most = len(rows) * self.most_examples or 1 << len(starts).bit_length()
-        limits = torch.full((most + 1,), positions.numel(), dtype=torch.int32)
+        limits = torch.full(((1 << len(starts).bit_length()) + 1,), positions.numel(), dtype=torch.int32)
         limits[: len(starts)] = starts
         length = positions.shape[1]
         return batch | dict(cu_seq_lens_q=limits, cu_seq_lens_k=limits, max_length_q=length, max_length_k=length)

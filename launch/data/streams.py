@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import fsspec.asyn
@@ -26,16 +26,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import torch
-from datasets import Dataset, Features, IterableDataset
+from datasets import Dataset, IterableDataset
 
 from launch.data import sources
 from launch.data.batches import IGNORED, Example
-from launch.data.mixture import evenly, naming, note_on
-from launch.data.packing import in_rows, joins, reach
-from launch.data.sources import stream_broke
-from launch.data.tokens import encode_table, token_table, tokenized
-from recipes.errors import StreamBroke, UserError, mistake, plural
-from recipes.mixture import Part, paths_of
+from launch.data.mixture import evenly, naming
+from launch.data.packing import in_rows, joins, nothing_to_learn, reach
+from launch.data.tokens import Encoder, Tokenized, token_table, tokenized
+from recipes.errors import StreamBroke, UserError
+from recipes.mixture import Part
 from recipes.run import Json, RunSpec, Settings
 
 WINDOW = 1_000  # examples that are packed and shuffled together
@@ -47,10 +46,21 @@ SHARDS = 1024  # of rows that are on the disk: as many readers as any world has 
 class StreamedPart:
     """A part of the data, or the single source."""
 
-    source: Part
     rows: IterableDataset  # of Arrow tables
-    read: Callable[..., Iterator[pa.Table]]  # of some of these rows, so many at a time
-    learnable: Callable[[pa.Table], pa.Table]  # the tokens of those rows that have anything to learn
+    encode: Encoder
+
+    @property
+    def source(self) -> Part:
+        return self.encode.part
+
+    def read(self, rows: IterableDataset, size: int, place: Json | None = None) -> Iterator[tuple[pa.Table, Json]]:
+        """So many of some of these rows at a time, and the place behind them."""
+        return sources.tables(rows, self.source, self.encode.features, size, place)
+
+    def learnable(self, rows: pa.Table) -> pa.Table:
+        """The tokens of those rows that have anything to learn."""
+        tokens = self.encode(rows)
+        return tokens.filter(pyarrow.compute.less(tokens["first_learned"], reach(self.encode.run)))
 
 
 @dataclass
@@ -112,7 +122,7 @@ class Stream(torch.utils.data.IterableDataset):
                 yield examples[int(order[count])], {"window": window, "taken": count + 1, "parts": starts}
             taken, fruitless = 0, 0 if len(order) else fruitless + 1
             if fruitless == 100:  # joined texts: nothing is learned of the first token of a sequence
-                raise _nothing_to_learn(readers, len(self.longest["input_ids"]))
+                raise nothing_to_learn("dataset_name", len(self.longest["input_ids"]), readers)
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
         """A part's examples in each window from this one on, and its place before them."""
@@ -139,18 +149,15 @@ class Stream(torch.utils.data.IterableDataset):
                 rows, fellow, fellows = dealt(part.rows, reader, readers)
                 if self.shuffles:
                     rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
-                if before is not None:
-                    rows.load_state_dict(before)
                 learns = bool(before or used)  # of a round that an earlier start began, nobody knows
-                for table in part.read(rows, rows=size * fellows):
-                    after = rows.state_dict()
+                for table, after in part.read(rows, size * fellows, before):
                     tokens = part.learnable(table.take(np.arange(fellow, len(table), fellows)))[used:]
                     if len(tokens):
                         yield {"round": turn, "rows": before, "used": used}, tokens
                         learns = True
                     before, used = after, 0
                 if not learns:
-                    raise _nothing_to_learn(readers, len(self.longest["input_ids"]))
+                    raise nothing_to_learn("dataset_name", len(self.longest["input_ids"]), readers)
                 turn, before = turn + 1, None
 
 
@@ -166,61 +173,39 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     return rows.shard(groups, reader % groups, contiguous=False), reader // groups, readers // groups
 
 
-def _nothing_to_learn(readers: int, longest: int) -> UserError:
-    what = f"one of {plural(readers, 'reader')} found nothing to learn within {longest:,} tokens in a whole round"
-    fix = "texts, completions or assistant messages that are not empty, a larger --max_length"
-    return mistake("dataset_name", what, f"{fix}, or rows for each process and worker")
-
-
 # --- From a run -----------------------------------------------------------------------------------
 
 
 def stream_of(run: RunSpec, tokenizer, parts: Sequence[StreamedPart]) -> Stream:
-    filled = [[0] * run["max_length"]]
+    filled = [0] * run["max_length"]
     return Stream(
         parts=parts,
         prepare=partial(_in_rows, run=_plain(run), tokenizer=tokenizer),
-        longest=_in_rows(token_table(filled, filled), run, tokenizer)[0],
+        longest=_in_rows(token_table([(filled, filled)]), run, tokenizer)[0],
         seed=run["seed"] if run["data_seed"] is None else run["data_seed"],
         shuffles=run["train_sampling_strategy"] != "sequential",
     )
 
 
-def open_part(run: RunSpec, part: Part, tokenizer) -> tuple[StreamedPart, Dataset | None, str, str | None]:
-    """The only part of a run, its tokens to evaluate on, a note for a person and the Hub's commit.
-
-    Raises `UserError` for what the user can correct.
+def open_part(run: RunSpec, tokenizer, part: Part) -> tuple[StreamedPart, Tokenized]:
+    """A part to train on, and its tokens to evaluate on, which are made once and kept. Raises
+    `UserError` for what the user can correct.
     """
-    name = run["dataset_name"]
-    commit = sources.newest_commit(name) if name and not paths_of(name) else None
-    streams = sources.open_streams(run, commit, SHARDS)
-    sources.rows_needed(run, list(streams.splits))  # raises for a split that is not there
-    splits = sources.wanted_splits(run, list(streams.splits))
-    rows = streams.splits[splits["dataset_train_split"]]
+    streams = sources.open_streams(run, part, sources.newest_commit(part.name), SHARDS)
+    names = list(streams.splits)
+    splits = sources.wanted_splits(run, part, names)
+    sources.rows_needed(splits, names)  # raises for a split that is not there
+    train, test = splits["dataset_train_split"], splits.get("dataset_test_split")
+    rows, features = streams.splits[train], streams.features(train)
     if rows.num_shards % readers_of(run):
         rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
-    rows = rows.with_format("arrow")
-    features = sources.features_of(rows, name, part.columns)
-    read = partial(sources.pieces, name=name, features=features, columns=part.columns, explained=stream_broke)
-    learnable = partial(_learnable, run=_plain(run), tokenizer=tokenizer, features=features)
-    note = note_on(run, tokenizer, part, list(features), streams.kind)
-    if (first := next(read(rows, rows=WINDOW), None)) is not None:
-        found = learnable(first)  # what is wrong with its columns is said before a model is loaded
-        note += _left_out(len(first), found, run)
+    opened = StreamedPart(rows, Encoder(part, features, _plain(run), tokenizer))
+    if (first := next(opened.read(rows, WINDOW), None)) is not None:
+        opened.encode(first[0], 0)  # what is wrong with its columns is said before a model is loaded
     evaluation = None
-    if split := splits.get("dataset_test_split"):  # whose tokens are made once and kept
-        only = run.given_too(dataset_train_split=split, dataset_test_split=split)
-        evaluation = tokenized(only, tokenizer, part.columns).eval
-    return StreamedPart(part, rows, read, learnable), evaluation, note, streams.commit
-
-
-def _left_out(rows: int, found: pa.Table, run: Settings) -> str:
-    """What is not trained of the first rows of a stream. Of all its rows nobody knows before."""
-    lengths = pyarrow.compute.list_value_length(found["input_ids"]).to_numpy()
-    cut = 0 if joins(run) else int(np.maximum(lengths - run["max_length"], 0).sum())
-    lost = [f"{rows - len(found):,} have nothing to learn"] if rows > len(found) else []
-    lost += [f"{cut / lengths.sum():.1%} of the tokens are cut"] if cut else []
-    return f"; of the first {plural(rows, 'row')} {' and '.join(lost)}" if lost else ""
+    if test:
+        evaluation = tokenized(run.given_too(dataset_test_split=test), tokenizer, replace(part, split=test)).eval
+    return opened, Tokenized(None, evaluation, list(features), streams.commit)
 
 
 def _plain(run: RunSpec) -> Settings:
@@ -232,22 +217,11 @@ def readers_of(run: RunSpec) -> int:
     return run.data_parallel_size * max(1, run["dataloader_num_workers"])
 
 
-def _learnable(rows: pa.Table, run: Settings, tokenizer, features: Features) -> pa.Table:
-    """The tokens of rows that have anything to learn. Rows are judged like a data set of their own,
-    as they may change later.
-    """
-    try:
-        tokens = encode_table(rows, features, run, tokenizer)
-    except (ValueError, TypeError, LookupError) as error:
-        raise stream_broke(run["dataset_name"], error) from None
-    return tokens.filter(pyarrow.compute.less(tokens["first_learned"], reach(run)))
-
-
 def _in_rows(tokens: pa.Table, run: Settings, tokenizer) -> Sequence[Example]:
     """A window's examples, packed if the run packs."""
     padding = tokenizer.pad_token_id or 0
     if joins(run):
         # Joining leaves the last part out if it is not full: here one of every window.
         rest = -len(tokens["input_ids"].combine_chunks().flatten()) % run["max_length"]
-        tokens = pa.concat_tables([tokens, token_table([[padding] * rest], [[IGNORED] * rest])])
+        tokens = pa.concat_tables([tokens, token_table([([padding] * rest, [IGNORED] * rest)])])
     return in_rows(run, Dataset(tokens, fingerprint="a window"), padding)  # or it computes one

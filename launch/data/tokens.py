@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,33 +23,32 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import tokenizers
 import transformers
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, List, Value
 from datasets.table import MemoryMappedTable, concat_tables
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from launch.data import sources
 from launch.data.batches import IGNORED
-from launch.data.encode import encode_rows, in_library, is_text
+from launch.data.encode import Tokens, encode_rows
 from launch.host.files import flush, write_whole
 from launch.host.signals import end_with_parent, ending_children
 from launch.terminal import console
 from recipes import __version__
 from recipes.errors import Failure
+from recipes.mixture import Part
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
 
@@ -57,165 +57,125 @@ UNIT_BYTES = 50_000_000
 ROWS_AT_ONCE = 256
 PIECE_BYTES = 2_000_000  # a tokenizer takes a hundred times the memory of what it is given at once
 
-_FORMAT = 3  # of the files: another one does not read these
+_FORMAT = 4  # of the files: another one does not read these
 _SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # what encoding reads
 _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_length")
 _HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # in a tokenizer's configuration
 _INDEX = "index.json"
 
-Encode = Callable[[pa.Table], pa.Table]
-
-# `learned` takes a bit for each token where labels take four bytes. The labels are the tokens that
-# are learned; `labels` holds those of the few rows whose own are others, and is null elsewhere.
-# `first_learned` is the place of the first label that a token predicts.
-TOKENS = Features(
-    {
-        "input_ids": List(Value("int32")),
-        "learned": List(Value("bool")),
-        "labels": List(Value("int32")),
-        "first_learned": Value("int32"),
-    }
-)
+# `learned` takes a bit for each token, where labels would take four bytes: they are the tokens that
+# are learned. `first_learned` is the place of the first label that a token predicts.
+_IDS = {"input_ids": List(Value("int32")), "length": Value("int32")}
+TOKENS = Features(_IDS | {"learned": List(Value("bool")), "first_learned": Value("int32")})
 
 
 # --- What a file holds ---------------------------------------------------------------------------
 
 
-def token_table(ids: list[list[int]], labels: list[list[int]]) -> pa.Table:
+def token_table(rows: Sequence[Tokens]) -> pa.Table:
     """Encoded rows as the cache holds them."""
-    flat, offsets = _flat(ids)
-    wanted = flat if labels is ids else _flat(labels)[0]
-    learned = wanted != IGNORED
-    others = np.repeat(np.arange(len(ids)), np.diff(offsets))[learned & (wanted != flat)]
-    rows = set(others.tolist())
-    own = [labels[row] if row in rows else None for row in range(len(ids))] if rows else pa.nulls(len(ids))
+    ids = pa.array([own for own, _ in rows], pa.list_(pa.int32()))
+    offsets = ids.offsets.to_numpy()
+    starts, ends = offsets[:-1], offsets[1:]
+    learned = np.ones(offsets[-1], bool)
+    for (own, labels), start, end in zip(rows, starts, ends, strict=True):
+        if labels is not own:
+            learned[start:end] = np.array(labels) != IGNORED
     # Nothing predicts the first token of a row, so that one does not count.
-    places, starts = np.flatnonzero(learned), offsets[:-1]
+    places = np.flatnonzero(learned)
     first = np.append(places, NOTHING)[np.searchsorted(places, starts + 1)]
     columns = [
-        pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat)),
-        pa.ListArray.from_arrays(pa.array(offsets), pa.array(learned)),
-        pa.array(own, pa.list_(pa.int32())),
-        pa.array(np.where(first < offsets[1:], first - starts, NOTHING).astype(np.int32)),
+        ids,
+        ids.value_lengths(),
+        pa.ListArray.from_arrays(ids.offsets, pa.array(learned)),
+        pa.array(np.where(first < ends, first - starts, NOTHING).astype(np.int32)),
     ]
     return pa.Table.from_arrays(columns, schema=TOKENS.arrow_schema)
 
 
-def labels_of(table: pa.Table) -> pa.ChunkedArray:
-    """The labels of the rows of a table: each row's own, or else the tokens that are learned."""
-    return pa.chunked_array([_labels(part) for part in table.to_batches()], pa.list_(pa.int32()))
+def arrays_of(table: pa.Table) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The input_ids and labels of each row of a table."""
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for batch in table.to_batches():
+        ids, learned = batch["input_ids"], batch["learned"].flatten().to_numpy(zero_copy_only=False)
+        flat, borders = ids.flatten().to_numpy(), ids.offsets.to_numpy()[1:-1] - ids.offsets[0].as_py()
+        labels = np.where(learned, flat, np.int32(IGNORED))
+        if len(batch):
+            found += zip(np.split(flat, borders), np.split(labels, borders), strict=True)
+    return found
 
 
-def _labels(rows: pa.RecordBatch) -> pa.ListArray:
-    ids, learned, own = (rows.column(name) for name in ("input_ids", "learned", "labels"))
-    is_learned = learned.flatten().to_numpy(zero_copy_only=False)
-    labels = np.where(is_learned, ids.flatten().to_numpy(), np.int32(IGNORED))
-    offsets = ids.offsets.to_numpy() - ids.offsets[0].as_py()
-    for row in np.flatnonzero(own.is_valid().to_numpy(zero_copy_only=False)):
-        labels[offsets[row] : offsets[row + 1]] = own[row].values.to_numpy()
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(labels))
-
-
-def of_examples(examples: Dataset, values: np.ndarray) -> np.ndarray:
-    """Of values for each row of their table those of the examples, which may be a selection.
-
-    It reads no tokens, where `datasets` would gather all columns of the selected rows.
-    """
-    return values if examples._indices is None else values[examples._indices.column(0).to_numpy()]
+def numbers_of(examples: Dataset, column: str) -> np.ndarray:
+    """A column of numbers. It reads no tokens."""
+    return examples.select_columns(column).with_format("numpy")[:][column]
 
 
 def lengths_of(examples: Dataset) -> np.ndarray:
     """The number of tokens of each example."""
-    found = [chunk.value_lengths().to_numpy() for chunk in examples.data.column("input_ids").chunks]
-    return of_examples(examples, np.concatenate([np.empty(0, np.int64), *found]))
-
-
-def _flat(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All values in one array, and where each row begins in it."""
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return np.fromiter((value for row in rows for value in row), np.int32, offsets[-1]), offsets
+    return numbers_of(examples, "length")
 
 
 # --- Tokenizing on every core --------------------------------------------------------------------
 
 
-def encode_table(rows: pa.Table, features: Features, run: Settings, tokenizer) -> pa.Table:
-    """The tokens of some rows. Raises `UserError` for rows that cannot be learned from."""
-    parts = -(-rows.nbytes // PIECE_BYTES) or 1
-    size = -(-len(rows) // parts) or 1
-    pieces = (rows.slice(start, size) for start in range(0, max(1, len(rows)), size))
-    return pa.concat_tables([_encode_piece(piece, features, run, tokenizer) for piece in pieces])
+@dataclass(frozen=True)
+class Encoder:
+    """Makes tokens of a table of rows that a part of the data has."""
 
+    part: Part
+    features: Features
+    run: Settings
+    tokenizer: Any
 
-def _encode_piece(rows: pa.Table, features: Features, run: Settings, tokenizer) -> pa.Table:
-    try:
-        ids, labels = encode_rows(rows, features, run, tokenizer)
-    except UnicodeDecodeError as error:  # pyarrow's JSON reader does not look at bytes: only a use of the text does
-        raise sources.unreadable(run["dataset_name"], error) from None
-    if run["task"] != "sequence_classification":
-        return token_table(ids, labels)
-    flat, offsets = _flat(ids)  # with the label of each row as the data has it
-    name = run["dataset_label_field"]
-    schema = Features({"input_ids": TOKENS["input_ids"], "label": features[name]}).arrow_schema
-    label = in_library(rows, features).data.column(name).combine_chunks()
-    return pa.Table.from_arrays([pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat)), label], schema=schema)
+    def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
+        """As many rows of tokens. Raises `UserError` for rows that cannot be learned from; `first`
+        is the number of the first one, if it is known.
+        """
+        size = max(1, len(rows) * PIECE_BYTES // max(PIECE_BYTES, rows.nbytes))
+        starts = range(0, max(1, len(rows)), size)
+        return pa.concat_tables(
+            [self._piece(rows.slice(at, size), None if first is None else first + at) for at in starts]
+        )
+
+    def _piece(self, rows: pa.Table, first: int | None) -> pa.Table:
+        try:
+            tokens = encode_rows(rows, self.features, self.run, self.tokenizer, first)
+        except UnicodeDecodeError as error:  # pyarrow's JSON reader does not look at bytes: only a use of the text does
+            raise sources.unreadable(self.part.name, error) from None
+        if self.run["task"] != "sequence_classification":
+            return token_table(tokens)
+        name = self.run["dataset_label_field"]  # the label of each row is kept as the data has it
+        schema = Features(_IDS | {"label": self.features[name]}).arrow_schema
+        ids = pa.array([own for own, _ in tokens], schema.field("input_ids").type)
+        return pa.Table.from_arrays([ids, ids.value_lengths(), rows.column(name).combine_chunks()], schema=schema)
 
 
 def in_order(
-    tables: Iterable[pa.Table], features: Features, run: Settings, tokenizer, workers: int
-) -> Generator[pa.Table]:
-    """The tokens of each table, with the same number of rows and in their order.
-
-    Texts are tokenized by the tokenizer's own threads, chats by processes: templates are Python.
-    """
-    tables = iter(tables)
-    encode = partial(encode_table, features=features, run=run, tokenizer=tokenizer)
-    first = next(tables, None)
-    if first is None:
-        return
-    yield encode(first)  # here, so that little data starts no processes, and wrong data fails at once
-    if workers == 1:
-        yield from map(encode, tables)
-    elif tokenizer.is_fast and is_text(run, in_library(first, features)):
-        with _threads(workers):
-            yield from map(encode, tables)
-    else:
-        yield from _in_processes(tables, encode, workers)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """The tokenizer's threads, which `quiet_libraries` has turned off: it warns if a process with
-    such threads forks.
-    """
-    os.environ.setdefault("RAYON_NUM_THREADS", str(count))  # read once, when they start
-    before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-_encode: Encode  # of a process of the pool
-
-
-def _in_processes(tables: Iterable[pa.Table], encode: Encode, workers: int) -> Iterator[pa.Table]:
-    """`multiprocessing.Pool.imap` would read all the data ahead, and wait for ever for a process
+    tables: Iterable[tuple[pa.Table, Json]], encode: Encoder, first: int, workers: int
+) -> Generator[tuple[pa.Table, Json]]:
+    """The tokens of each table with its place, in their order; `first` is the number of the first
+    row. `multiprocessing.Pool.imap` would read all the data ahead, and wait for ever for a process
     that the kernel has killed.
     """
+    tables = iter(tables)
+    for table, place in itertools.islice(tables, 1 if workers > 1 else None):
+        yield encode(table, first), place  # here: little data starts no processes, and wrong data fails at once
+        first += len(table)
+    if workers == 1:
+        return
     with ending_children():
         # Forked, so that the tokenizer is not copied.
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin, (encode,))
-        waiting: deque[Future[pa.Table]] = deque()
+        waiting: deque[tuple[Future[pa.Table], Json]] = deque()
         try:
-            for table in tables:
-                waiting.append(pool.submit(_encode_here, table))
+            for table, place in tables:
+                waiting.append((pool.submit(_encode_here, table, first), place))
+                first += len(table)
                 if len(waiting) > 2 * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                    future, place = waiting.popleft()
+                    yield future.result(), place
+            for future, place in waiting:
+                yield future.result(), place
             pool.shutdown()
         except BrokenProcessPool:
             fewer = "fewer of them need less memory: --dataset_num_proc"
@@ -224,17 +184,20 @@ def _in_processes(tables: Iterable[pa.Table], encode: Encode, workers: int) -> I
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin(encode: Encode) -> None:
+_encode: Encoder  # of a process of the pool
+
+
+def _begin(encode: Encoder) -> None:
     global _encode
     _encode = encode
     end_with_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads may hang in a fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the parent ends the pool
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _encode_here(table: pa.Table) -> pa.Table:
-    return _encode(table)
+def _encode_here(table: pa.Table, first: int) -> pa.Table:
+    return _encode(table, first)
 
 
 # --- The folder ----------------------------------------------------------------------------------
@@ -242,31 +205,29 @@ def _encode_here(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokens of the splits of a run, and what is known of the data they were made of."""
+    """The tokens of the splits of a part, and what is known of the data they were made of."""
 
     train: Dataset
     eval: Dataset | None
     columns: list[str]
-    kind: str | None = None  # json, parquet, ...
     commit: str | None = None  # of the Hub
     folder: Path | None = None  # None if they are in memory only
 
 
-def tokenized(run: RunSpec, tokenizer, columns: Mapping[str, str] = MappingProxyType({})) -> Tokenized:
-    """The tokens of the run's data: from the cache, or made now by one process of each node.
-    `columns` renames some of its columns before.
+def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
+    """The tokens of a part of the data: from the cache, or made now by one process of each node.
 
     The others wait without a deadline. Raises `UserError` for what the user can correct. A process
     that waited for one that failed begins after its last file, and so fails at once.
     """
-    if not run["dataset_name"]:  # the demonstration's, which is small
+    if not part.name:  # the demonstration's, which is small
         splits = {}
         for name, rows in sources.demo_splits(run).items():
-            table = encode_table(rows.with_format("arrow")[:], rows.features, run, tokenizer)
+            table = Encoder(part, rows.features, run, tokenizer)(rows.with_format("arrow")[:])
             splits[name] = Dataset(table, fingerprint=name)
         return Tokenized(splits["train"], splits.get("test"), ["text"])
-    folder, commit = _folder(run, tokenizer, columns)
-    if (found := _open(folder, run)) is not None:
+    folder, commit = _folder(run, tokenizer, part)
+    if (found := _open(folder, run, part)) is not None:
         return found
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not is_first:
@@ -280,9 +241,9 @@ def tokenized(run: RunSpec, tokenizer, columns: Mapping[str, str] = MappingProxy
         console(is_first).print(text, highlight=False, markup=False)
         lock.acquire()
     try:
-        if (found := _open(folder, run)) is None:
-            _make(folder, run, tokenizer, commit, columns)
-            found = _open(folder, run)
+        if (found := _open(folder, run, part)) is None:
+            _make(folder, run, tokenizer, sources.open_streams(run, part, commit))
+            found = _open(folder, run, part)
     finally:
         lock.release()
     assert found is not None
@@ -296,19 +257,19 @@ def cache_folder() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "__tokens__"
 
 
-def _folder(run: RunSpec, tokenizer, columns: Mapping[str, str]) -> tuple[Path, str | None]:
+def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
     """Where the tokens are or will be, and the commit of data from the Hub; None if unknown."""
-    files = sources.file_versions(run["dataset_name"])
+    files = sources.file_versions(part.name)
     packages = [package.__version__ for package in (datasets, tokenizers, transformers)]
     read = _OF_CLASSIFIERS if run["task"] == "sequence_classification" else _SETTINGS
-    settings = [run[name] for name in ("dataset_name", "dataset_config", *read)] + [dict(columns)]
+    settings = [part.name, part.config or run["dataset_config"], dict(part.columns), *(run[name] for name in read)]
     made_of = json.dumps([_FORMAT, __version__, packages, settings, files, _contents(tokenizer)])
-    name = re.sub(r"[^\w.-]", "_", Path(run["dataset_name"]).name)[:40]
+    name = re.sub(r"[^\w.-]", "_", Path(part.name).name)[:40]
     stem = f"{name}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
     root = cache_folder()
     if files is not None:
         return root / stem, None
-    if (commit := sources.newest_commit(run["dataset_name"])) is not None:
+    if (commit := sources.newest_commit(part.name)) is not None:
         return root / f"{stem}-{commit}", commit
     # The Hub cannot be reached: use the newest folder that was made while it could.
     made = sorted(root.glob(f"{stem}-*"), key=lambda folder: folder.stat().st_mtime)
@@ -330,22 +291,25 @@ def _contents(tokenizer) -> list[str]:
     return [type(tokenizer).__name__, *(hashlib.sha256(content).hexdigest() for content in contents.values())]
 
 
-def _open(folder: Path, run: RunSpec) -> Tokenized | None:
+def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
     """The tokens in a folder, mapped into memory. None if they are not all there."""
     index = read_json(folder / _INDEX)[0]
     if index is None:
         return None
-    needed = sources.rows_needed(run, index["splits"])
-    if not all(_is_enough(index["made"].get(split), rows) for split, rows in needed.items()):
+    names, made = index["names"], index["made"]
+    wanted = sources.wanted_splits(run, part, names)
+    needed = sources.rows_needed(wanted, names)
+    if not all(split in made and _is_enough(made[split], rows) for split, rows in needed.items()):
         return None
-    splits = {split: _mapped(folder / split, index["made"][split]["files"]) for split in needed}
-    splits |= {split: _mapped(folder, 0) for split in index["splits"] if split not in splits}
-    train, *others = (sources.take(splits, *wanted) for wanted in sources.wanted_splits(run, index["splits"]).items())
-    return Tokenized(train, others[0] if others else None, index["columns"], index["kind"], index["commit"], folder)
+    splits = {split: _mapped(folder / split, made[split]["files"] if split in needed else 0) for split in names}
+    rows = {flag: sources.take(splits, flag, split) for flag, split in wanted.items()}
+    return Tokenized(
+        rows["dataset_train_split"], rows.get("dataset_test_split"), index["columns"], index["commit"], folder
+    )
 
 
-def _is_enough(made: Json | None, rows: float) -> bool:
-    return made is not None and made["files"] and (made["ended"] or made["rows"] >= rows)
+def _is_enough(made: Json, rows: float) -> bool:
+    return made["files"] and (made["ended"] or made["rows"] >= rows)
 
 
 def _mapped(folder: Path, files: int) -> Dataset:
@@ -357,63 +321,43 @@ def _mapped(folder: Path, files: int) -> Dataset:
 # --- Making it -----------------------------------------------------------------------------------
 
 
-def _make(folder: Path, run: RunSpec, tokenizer, commit: str | None, columns: Mapping[str, str]) -> None:
+def _make(folder: Path, run: RunSpec, tokenizer, streams: sources.Streams) -> None:
     """Tokenize what is not there yet of the splits that the run reads."""
-    streams = sources.open_streams(run, commit)
-    needed = sources.rows_needed(run, list(streams.splits))
-    arrow = {split: streams.splits[split].with_format("arrow") for split in needed}
-    features = {split: sources.features_of(arrow[split], run["dataset_name"], columns) for split in needed}
+    part, names = streams.part, list(streams.splits)
+    needed = sources.rows_needed(sources.wanted_splits(run, part, names), names)
+    features = {split: streams.features(split) for split in needed}
     index = read_json(folder / _INDEX)[0] or {"made": {}}
-    index |= {"splits": list(streams.splits), "columns": list(features[next(iter(needed))])}
-    index |= {"kind": streams.kind, "commit": streams.commit}
-    workers = run["dataset_num_proc"] or run.hardware.cores
-    for split, rows in needed.items():
-        made = index["made"].setdefault(split, {"files": 0, "rows": 0, "state": None, "ended": False})
-        if _is_enough(made, rows):
+    index |= {"names": names, "columns": list(features[next(iter(needed))]), "commit": streams.commit}
+    for split, wanted in needed.items():
+        made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})
+        if _is_enough(made, wanted):
             continue
-        name = f"{run['dataset_name']} ({split})"
-        states: deque[Json] = deque()  # of the tables that are being tokenized
-        tables = _tables(arrow[split], made["state"], run["dataset_name"], features[split], columns, states)
-        encoded = in_order(tables, features[split], run, tokenizer, workers)
-        with closing(encoded), _progress(name) as progress:
-            for unit in _units(encoded, made, rows, states, progress.update):
-                if unit or not made["files"]:
-                    _write_unit(folder / split / f"{made['files']:05}.arrow", unit)
-                    made["files"] += 1
+        tables = sources.tables(streams.splits[split], part, features[split], ROWS_AT_ONCE, made["place"])
+        encode = Encoder(part, features[split], run, tokenizer)
+        encoded = in_order(tables, encode, made["rows"], run["dataset_num_proc"] or run.hardware.cores)
+        with contextlib.closing(encoded), _progress(f"{part.name} ({split})") as progress:
+            while not _is_enough(made, wanted):
+                _make_file(folder / split, made, wanted, encoded, progress)
                 write_whole(folder / _INDEX, json.dumps(index).encode())
 
 
-def _tables(
-    stream: IterableDataset, state: Json | None, name: str, features: Features, columns, states: deque[Json]
-) -> Iterator[pa.Table]:
-    """The rows behind a place, and in `states` the place behind each table."""
-    if state is not None:
-        stream.load_state_dict(state)
-    for table in sources.pieces(stream, name, ROWS_AT_ONCE, features, columns):
-        states.append(stream.state_dict())
-        yield table
-
-
-def _units(
-    encoded: Iterable[pa.Table], made: Json, wanted: float, states: deque[Json], count: Callable[[int], object]
-) -> Iterator[list[pa.Table]]:
-    """Tables of tokens for a file each, until there are as many rows as wanted or none are left.
-    `made` then describes all files with this one.
-    """
+def _make_file(
+    folder: Path, made: Json, wanted: float, encoded: Iterator[tuple[pa.Table, Json]], progress: tqdm
+) -> None:
+    """Write the next file of a split. `made` then describes all of them."""
     unit: list[pa.Table] = []
-    rows, state = made["rows"], made["state"]
-    for table in encoded:
+    made["ended"] = True
+    for table, place in encoded:
         unit.append(table)
-        rows, state = rows + len(table), states.popleft()
-        count(len(table["input_ids"].combine_chunks().flatten()))
-        if rows >= wanted or sum(part.nbytes for part in unit) >= UNIT_BYTES:
-            made |= {"rows": rows, "state": state}
-            yield unit
-            unit = []
-        if rows >= wanted:
-            return
-    made |= {"rows": rows, "state": state, "ended": True}
-    yield unit
+        made |= {"rows": made["rows"] + len(table), "place": place}
+        progress.update(len(table["input_ids"].combine_chunks().flatten()))
+        if made["rows"] >= wanted or sum(one.nbytes for one in unit) >= UNIT_BYTES:
+            made["ended"] = False
+            break
+    if unit or not made["files"]:
+        table = pa.concat_tables(unit or [TOKENS.arrow_schema.empty_table()]).combine_chunks()
+        _write(folder / f"{made['files']:05}.arrow", table)
+        made["files"] += 1
 
 
 def _progress(name: str) -> tqdm:
@@ -423,13 +367,9 @@ def _progress(name: str) -> tqdm:
     return tqdm(desc=f"tokenizing {name}", unit=" tokens", unit_scale=True, mininterval=seconds, delay=1)
 
 
-def _write_unit(file: Path, tables: list[pa.Table]) -> None:
-    table = pa.concat_tables(tables or [TOKENS.arrow_schema.empty_table()]).combine_chunks()
+def _write(file: Path, table: pa.Table) -> None:
     file.parent.mkdir(exist_ok=True)
-    node = os.uname().nodename
-    for left in file.parent.glob(f".*-{node}-*"):  # by a process that was killed
-        left.unlink()
-    unfinished = file.with_name(f".{file.stem}-{node}-{os.getpid()}")
+    unfinished = file.with_name(f".{file.stem}-{os.uname().nodename}")  # a file system may lock on a node only
     with pa.ipc.new_stream(str(unfinished), table.schema) as writer:
         writer.write_table(table)
     flush(unfinished)

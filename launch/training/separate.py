@@ -82,7 +82,7 @@ def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
         with torch.device(model.device), torch.enable_grad(), silence():
             positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
             row = {"input_ids": torch.arange(1, len(positions) + 1), "position_ids": positions}
-            batch = Stack(2 if rows > 1 else None)([row] * rows)
+            batch = Stack(flash=rows > 1)([row] * rows)
             said = model.eval()(**batch).logits[0, _FIRST:].float()
             one_number = said @ torch.linspace(-1, 2, said.shape[-1])  # for each token
         (by_all,) = torch.autograd.grad(one_number.sum(), embedded[0], retain_graph=True)

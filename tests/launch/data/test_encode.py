@@ -1,113 +1,205 @@
-"""Tokens and labels: the columns of the data tell how it is tokenized and what is learned."""
+"""Tokens and labels of every format of public data sets: what of a row a model reads, and what of
+that it learns.
+"""
+
+import json
 
 import pyarrow
+import pyarrow.parquet
 import pytest
-from datasets import Features
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from launch.data.demo import CHAT_TEMPLATE, demo_tokenizer
-from launch.data.encode import encode_rows
 from launch.data.load import load_data
 from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-CHAT = [
-    {"role": "user", "content": "Hello"},
-    {"role": "assistant", "content": "Hi!"},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "See you"},
-]
-SPOKEN = "Hi!<|im_end|>See you<|im_end|>"
-UNMARKED_TEMPLATE = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-
-
-# --- Texts ---------------------------------------------------------------------------------------
-
-
-def test_texts_end_with_eos_and_are_learned_whole(tmp_path, tokenizer):
-    row = load_data(run_with(dataset_name=jsonl(tmp_path, texts("a b"))), tokenizer).train[0]
-    assert learned(tokenizer, row) == "a b<|endoftext|>"
-
-
-def test_texts_are_cut_at_max_length(tmp_path, tokenizer):
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, texts("abcdef")), max_length=4), tokenizer)
-    assert decoded(tokenizer, data.train) == ["abcd"]
-
-
-@pytest.mark.parametrize(
-    ("row", "labels"),
-    [
-        ({}, [5, 6, 7]),
-        ({"labels": [-100, 6, 7]}, [-100, 6, 7]),
-        ({"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}, [5, 6, 7]),
-    ],
-    ids=["alone", "labels", "padding"],
+UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As of Qwen3 and others: of all answers the last one alone is preceded by a thought.
+OF_ANSWERS = "{% if message['role'] == 'assistant' %}"
+THINKING = UNMARKED.replace(OF_ANSWERS, OF_ANSWERS + "{{ '<think></think>' if loop.last else '' }}")
+# As models write tools and calls: the tools first, each call and each result between tags.
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<call>' + call.function.name + ' ' + call.function.arguments | tojson + '</call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-def test_token_ids_are_taken_as_they_are_without_padding(row, labels, tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"input_ids": [5, 6, 7], **row}]))
-    assert load_data(run, tokenizer).train[0] == {"input_ids": [5, 6, 7], "labels": labels}
+HEAD, _, TAIL = TOOLS.partition("{{ '<|im_start|>' + message.role + '\n' + message.content }}")
+BODY, _, REST = TAIL.partition("{% endfor %}{{ '<|im_end|>\n' }}")
+MARKED_TOOLS = (
+    HEAD + "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}" + BODY + "{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}" + REST
+)
+
+
+def chatting(template):
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def user(text, **more):
+    return {"role": "user", "content": text, **more}
+
+
+def answer(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def said(*turns):
+    """A chat in which the user and the assistant take turns, as the template writes it."""
+    names = ("user", "assistant")
+    return "".join(f"<|im_start|>{names[n % 2]}\n{words}<|im_end|>\n" for n, words in enumerate(turns))
+
+
+CHAT = [user("Hello"), answer("Hi!"), user("Bye"), answer("See you")]
+SPOKEN = "Hi!<|im_end|>See you<|im_end|>"
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "Hello"},
+    {"from": "gpt", "value": "Hi!"},
+    {"from": "human", "value": "Bye"},
+    {"from": "gpt", "value": "See you"},
+]
+BRIEF = "<|im_start|>system\nBe brief.<|im_end|>\n" + said("Hello", "Hi!", "Bye", "See you")
+NAMED = [{"role": turn["from"], "content": turn["value"]} for turn in SHAREGPT]
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather in a city today",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOL = {"type": "function", "function": WEATHER}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+CALLS = [
+    user("How warm is it in Rome?"),
+    answer(None, tool_calls=[CALL]),
+    {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": '{"celsius": 31}'},
+    answer("It is 31 °C."),
+]
+SHAREGPT_CALLS = [
+    {"from": "human", "value": "How warm is it in Rome?"},
+    {"from": "function_call", "value": '{"name": "get_weather", "arguments": {"city": "Rome"}}'},
+    {"from": "observation", "value": '{"celsius": 31}'},
+    {"from": "gpt", "value": "It is 31 °C."},
+]
+CALLED = '<call>get_weather {"city": "Rome"}</call><|im_end|>'
+WHOLE_CALL = (
+    f"<|im_start|>system\n{json.dumps(TOOL)}\n<|im_end|>\n"
+    "<|im_start|>user\nHow warm is it in Rome?<|im_end|>\n"
+    f"<|im_start|>assistant\n{CALLED}\n"
+    '<|im_start|>tool\n{"celsius": 31}<|im_end|>\n'
+    "<|im_start|>assistant\nIt is 31 °C.<|im_end|>\n"
+)
+SAID_OF_CALLS = f"{CALLED}It is 31 °C.<|im_end|>"
 
 
 # --- Chats ---------------------------------------------------------------------------------------
 
+# Rows, everything that the model reads, what of it is learned of the assistant alone
+CHATS = {
+    "messages": ({"messages": CHAT}, said("Hello", "Hi!", "Bye", "See you"), SPOKEN),
+    "wide characters": ({"messages": [user("naïve 漢"), answer("é😀")]}, said("naïve 漢", "é😀"), "é😀<|im_end|>"),
+    "a system message of null": (  # some templates would write "None"
+        {"messages": [{"role": "system", "content": None}, *CHAT]}, BRIEF.replace("Be brief.", ""), SPOKEN,
+    ),
+    "ShareGPT": ({"id": "x_0", "conversations": SHAREGPT}, BRIEF, SPOKEN),
+    "ShareGPT, a column for the system": ({"system": "Be brief.", "conversations": SHAREGPT[1:]}, BRIEF, SPOKEN),
+    "ShareGPT, role and content": ({"conversations": NAMED}, BRIEF, SPOKEN),
+    "LMSYS": ({"conversation_id": "a", "conversation": NAMED, "turn": 2}, BRIEF, SPOKEN),
+    "ShareGPT, tools as JSON": (
+        {"conversations": SHAREGPT_CALLS, "tools": json.dumps([WEATHER])}, WHOLE_CALL, SAID_OF_CALLS,
+    ),
+    "tools as a list": ({"messages": CALLS, "tools": [TOOL]}, WHOLE_CALL, SAID_OF_CALLS),
+    "tools as JSON": ({"messages": CALLS, "tools": json.dumps([TOOL])}, WHOLE_CALL, SAID_OF_CALLS),
+    "each tool as JSON": ({"messages": CALLS, "tools": [json.dumps(TOOL)]}, WHOLE_CALL, SAID_OF_CALLS),
+    "a role of the template": ({"messages": [{"role": "ipython", "content": "x"}, *CHAT]},
+        "<|im_start|>ipython\nx<|im_end|>\n" + said("Hello", "Hi!", "Bye", "See you"), SPOKEN),
+}  # fmt: skip
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED_TEMPLATE], ids=["marked", "unmarked"])
-def test_only_the_assistant_is_learned(template, tmp_path):
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = template
-    wide = [{"role": "user", "content": "naïve 漢"}, {"role": "assistant", "content": "é😀"}]
-    file = jsonl(tmp_path, [{"messages": CHAT}, {"messages": wide}])
-    train = load_data(run_with(dataset_name=file, assistant_only_loss=True), tokenizer).train
-    assert [learned(tokenizer, row) for row in train] == [SPOKEN, "é😀<|im_end|>"]
+
+@pytest.mark.parametrize("template", [TOOLS, MARKED_TOOLS], ids=["unmarked", "marked"])
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, template, tmp_path):
+    row, whole, spoken = CHATS[name]
+    tokenizer = chatting("{# ipython #}" + template)
+    for assistant_only, wanted in ((False, whole), (True, spoken)):
+        run = run_with(dataset_name=jsonl(tmp_path, [row]), assistant_only_loss=assistant_only)
+        ready = load_data(run, tokenizer).train[0]
+        assert (tokenizer.decode(ready["input_ids"]), learned(tokenizer, ready)) == (whole, wanted)
 
 
-def test_template_that_rewrites_the_past_is_refused(tmp_path):
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}" + UNMARKED_TEMPLATE
+def test_two_calls_at_once_are_two_calls(tmp_path):
+    calls = [{"name": "get_weather", "arguments": {"city": city}} for city in ("Rome", "Oslo")]
+    chat = [SHAREGPT_CALLS[0], {"from": "function_call", "value": json.dumps(calls)}]
+    run = run_with(dataset_name=jsonl(tmp_path, [{"conversations": chat}]), assistant_only_loss=True)
+    expected = "".join(f'<call>get_weather {{"city": "{city}"}}</call>' for city in ("Rome", "Oslo"))
+    assert learned(chatting(TOOLS), load_data(run, chatting(TOOLS)).train[0]) == f"{expected}<|im_end|>"
+
+
+def test_parquet_fills_in_keys_that_the_template_does_not_see(tmp_path):
+    """Arrow gives every message and every tool the keys of all others, with None."""
+    other = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    calls = [{**CALL, "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}]
+    late = {"id": "2", "type": "function", "function": {"name": "now", "arguments": {"zone": "CET"}}}
+    rows = [
+        {"messages": [CALLS[0], answer(None, tool_calls=calls), *CALLS[2:]], "tools": [TOOL]},
+        {"messages": [CALLS[0], answer(None, tool_calls=[late])], "tools": [other]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    first, second = decoded(
+        demo_tokenizer(), load_data(run_with(dataset_name=str(tmp_path / "data.parquet")), chatting(TOOLS)).train
+    )
+    assert first == WHOLE_CALL and "null" not in second
+
+
+def test_a_template_that_rewrites_the_past_is_refused(tmp_path):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
-    assert problem(run, tokenizer).subject == "assistant_only_loss"
+    for template in (THINKING, "{{ messages | length }}" + UNMARKED):
+        assert problem(run, chatting(template)).subject == "assistant_only_loss"
 
 
-def test_chat_that_begins_with_the_assistant_needs_a_template_that_marks_its_words(tmp_path):
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = UNMARKED_TEMPLATE
+def test_a_chat_may_begin_with_the_assistant(tmp_path):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT[1:]}]), assistant_only_loss=True)
-    assert "begins with the assistant" in problem(run, tokenizer).what
+    assert learned(demo_tokenizer(), load_data(run, chatting(UNMARKED)).train[0]) == SPOKEN
 
 
-def test_chats_need_a_chat_template(tmp_path):
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = None
-    found = problem(run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}])), tokenizer)
-    assert "has no chat template" in found.what
+def test_chats_need_a_chat_template_that_writes_their_calls(tmp_path):
+    """Without, it would train on an empty message, as with Phi-3's and Qwen2.5-VL's templates."""
+    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CALLS}]))
+    assert "has no chat template" in problem(run, chatting(None)).what
+    assert "leaves out that the assistant calls get_weather" in problem(run, demo_tokenizer()).what
 
 
 # --- Messages that are not learned ---------------------------------------------------------------
 
-HEAD, TAIL = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n", "See you<|im_end|>\n"
-BETWEEN = "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+TO_ANSWER, BETWEEN = (f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n" for words in ("Hello", "Bye"))
+LAST = "See you<|im_end|>\n"
 MUTED = {
-    "an answer of null": {"role": "assistant", "content": None},
-    "an empty answer": {"role": "assistant", "content": ""},
-    "a weight of 0": {"role": "assistant", "content": "Hi!", "weight": 0},
+    "an answer of null": answer(None),
+    "an empty answer": answer(""),
+    "a weight of 0": answer("Hi!", weight=0),
     "a weight of 0 in ShareGPT": {"from": "gpt", "value": "Hi!", "weight": 0},
 }
 
 
 @pytest.mark.parametrize("name", MUTED)
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED_TEMPLATE], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("kind", ["conversations", "completion"])
 def test_an_answer_that_is_empty_or_has_no_weight_is_read_and_not_learned(name, template, kind, tmp_path):
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = template
-    chat = [CHAT[0], MUTED[name], *CHAT[2:]]
-    rows = [{"conversations": chat} if kind == "conversations" else {"prompt": chat[:1], "completion": chat[1:]}]
-    file = jsonl(tmp_path, rows)
-    train = load_data(run_with(dataset_name=file), tokenizer).train
+    tokenizer, chat = chatting(template), [CHAT[0], MUTED[name], *CHAT[2:]]
+    row = {"conversations": chat} if kind == "conversations" else {"prompt": chat[:1], "completion": chat[1:]}
+    file = jsonl(tmp_path, [row])
+    ready = load_data(run_with(dataset_name=file), tokenizer).train[0]
     words = "Hi!" if "weight" in name else ""
-    assert tokenizer.decode(train[0]["input_ids"]) == f"{HEAD}{words}<|im_end|>\n{BETWEEN}{TAIL}"
-    expected = BETWEEN + TAIL if kind == "completion" else HEAD + BETWEEN + TAIL
-    assert learned(tokenizer, train[0]) == expected
+    assert tokenizer.decode(ready["input_ids"]) == f"{TO_ANSWER}{words}<|im_end|>\n{BETWEEN}{LAST}"
+    assert learned(tokenizer, ready) == (TO_ANSWER if kind == "conversations" else "") + BETWEEN + LAST
     run = run_with(dataset_name=file, assistant_only_loss=True)
     assert learned(tokenizer, load_data(run, tokenizer).train[0]) == "See you<|im_end|>"
 
@@ -118,86 +210,117 @@ def test_a_question_without_weight_is_not_learned(tmp_path, tokenizer):
     assert learned(tokenizer, data.train[0]) == "Hi!<|im_end|>\nSee you<|im_end|>\n"
 
 
-# As of Qwen3 and others: of all answers the last one alone is preceded by a thought.
-OF_ANSWERS = "{% if message['role'] == 'assistant' %}"
-THINKING = UNMARKED_TEMPLATE.replace(OF_ANSWERS, OF_ANSWERS + "{{ '<think></think>' if loop.last else '' }}")
-
-
 def test_a_template_that_writes_the_last_answer_in_another_way_mutes_the_same(tmp_path):
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = THINKING
     chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
-    rows = [
-        {"messages": chat},
-        {"prompt": [], "completion": CHAT[1:2]},
-    ]
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer)
-    whole, alone = (learned(tokenizer, row) for row in data.train)
-    assert whole == f"{HEAD}Bye<|im_end|>\n<|im_start|>assistant\n<think></think>{TAIL}"
+    rows = [{"messages": chat}, {"prompt": [], "completion": CHAT[1:2]}]
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), chatting(THINKING))
+    whole, alone = (learned(demo_tokenizer(), row) for row in data.train)
+    assert whole == f"{TO_ANSWER}Bye<|im_end|>\n<|im_start|>assistant\n<think></think>{LAST}"
     assert alone == "Hi!<|im_end|>\n"
 
 
-NO_ANSWER = {  # rows without an answer, and one that has it
-    "a completion": ({"prompt": "q", "completion": None}, {"prompt": "q", "completion": ""}),
-    "a completion of messages": (
-        {"prompt": CHAT[:1], "completion": None},
-        {"prompt": CHAT[:1], "completion": [{"role": "assistant", "content": None}]},
+# Rows without an answer, and one that has it
+NO_ANSWER = {
+    "a completion": (
+        [{"prompt": "q", "completion": words} for words in (None, "")], {"prompt": "q", "completion": "a"},
     ),
-    "a chat": ({"messages": [CHAT[0], MUTED["an answer of null"]]}, {"messages": [CHAT[0], MUTED["a weight of 0"]]}),
-    "Alpaca": ({"instruction": "q", "output": None}, {"instruction": "q", "output": ""}),
-    "texts": ({"text": None}, {"text": ""}),
-}
-ANSWERED = {
-    "a completion": {"prompt": "q", "completion": "a"},
-    "a completion of messages": {"prompt": CHAT[:1], "completion": CHAT[1:2]},
-    "a chat": {"messages": CHAT},
-    "Alpaca": {"instruction": "q", "output": "a"},
-    "texts": {"text": "a"},
-}
+    "a completion of messages": (
+        [{"prompt": CHAT[:1], "completion": words} for words in (None, [answer(None)])],
+        {"prompt": CHAT[:1], "completion": CHAT[1:2]},
+    ),
+    "a chat": (
+        [{"messages": [CHAT[0], MUTED[name]]} for name in ("an answer of null", "a weight of 0")], {"messages": CHAT},
+    ),
+    "Alpaca": ([{"instruction": "q", "output": words} for words in (None, "")], {"instruction": "q", "output": "a"}),
+    "texts": ([{"text": None}, {"text": ""}], {"text": "a"}),
+}  # fmt: skip
 OF_CHATS = [(name, {"assistant_only_loss": True}) for name in ("a chat", "a completion of messages", "Alpaca")]
 
 
 @pytest.mark.parametrize(
     ("name", "chosen"),
-    [*((name, {}) for name in ANSWERED), ("a completion", {"completion_only_loss": False}), *OF_CHATS],
+    [*((name, {}) for name in NO_ANSWER), ("a completion", {"completion_only_loss": False}), *OF_CHATS],
 )
 def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tokenizer):
     """However many such rows are tokenized together."""
-    rows = [*NO_ANSWER[name] * 150, ANSWERED[name]]
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows), **chosen), tokenizer)
+    without, row = NO_ANSWER[name]
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, [*without * 150, row]), **chosen), tokenizer)
     assert len(data.train) == 1 and "300 left out: nothing to learn" in data.description
 
 
-@pytest.mark.parametrize("name", ANSWERED)
-def test_no_rows_have_no_tokens(name, tokenizer):
-    rows = pyarrow.Table.from_pylist([ANSWERED[name]])
-    assert encode_rows(rows.slice(1), Features.from_arrow_schema(rows.schema), run_with(), tokenizer) == ([], [])
+# --- Texts, prompts and completions, token ids ---------------------------------------------------
 
-
-def test_a_content_of_null_is_an_empty_text(tmp_path, tokenizer):
-    """Some templates would write "None"."""
-    chat = [{"role": "system", "content": None}, *CHAT]
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}])), tokenizer)
-    assert decoded(tokenizer, data.train)[0].startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
-
-
-# --- Prompts and completions ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("completion_only", "expected"),
-    [(None, " 4<|endoftext|>"), (True, " 4<|endoftext|>"), (False, "2+2= 4<|endoftext|>")],
+ALPACA = {"instruction": "Translate to French.", "input": "Good morning", "output": "Bonjour"}
+TASK = {"instruction": "Name a prime number.", "input": "", "output": "7"}
+IDS = {"input_ids": [5, 6, 7]}
+AS_STANFORD = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n{}### Response:"
 )
-def test_completions_are_learned_and_prompts_if_wanted(completion_only, expected, tmp_path, tokenizer):
-    rows = [{"prompt": "2+2=", "completion": " 4"}]
-    run = run_with(dataset_name=jsonl(tmp_path, rows), completion_only_loss=completion_only)
-    assert learned(tokenizer, load_data(run, tokenizer).train[0]) == expected
+# Rows, settings, everything that the model reads, what of it is learned
+LEARNED = {
+    "a text": ({"text": "a b"}, {}, "a b<|endoftext|>", "a b<|endoftext|>"),
+    "a text that is cut": ({"text": "abcdef"}, {"max_length": 4}, "abcd", "abcd"),
+    "a completion": ({"prompt": "2+2=", "completion": " 4"}, {}, "2+2= 4<|endoftext|>", " 4<|endoftext|>"),
+    "a prompt too": (
+        {"prompt": "2+2=", "completion": " 4"}, {"completion_only_loss": False}, "2+2= 4<|endoftext|>",
+        "2+2= 4<|endoftext|>",
+    ),
+    "a completion of messages": (
+        {"prompt": CHAT[:3], "completion": CHAT[3:]}, {}, said("Hello", "Hi!", "Bye", "See you"), LAST,
+    ),
+    "Alpaca": (
+        ALPACA, {}, said("Translate to French.\n\nGood morning", "Bonjour"), "Bonjour<|im_end|>\n",
+    ),
+    "Alpaca without an input": (TASK, {}, said("Name a prime number.", "7"), "7<|im_end|>\n"),
+    "Alpaca, of the assistant": (TASK, {"assistant_only_loss": True}, said("Name a prime number.", "7"), "7<|im_end|>"),
+    "Alpaca, all of it": (
+        TASK, {"completion_only_loss": False}, said("Name a prime number.", "7"), said("Name a prime number.", "7"),
+    ),
+    "Alpaca that holds its text too": (
+        {**TASK, "text": "whole"}, {}, said("Name a prime number.", "7"), "7<|im_end|>\n",
+    ),
+    "a column that was named": (
+        {**TASK, "body": "whole"}, {"dataset_text_field": "body"}, "whole<|endoftext|>", "whole<|endoftext|>",
+    ),
+    "Alpaca without a chat template": (
+        TASK, {"model_name_or_path": None}, AS_STANFORD.format("", TASK["instruction"], "") + "7<|endoftext|>",
+        "7<|endoftext|>",
+    ),
+    "Alpaca with an input, without a chat template": (
+        ALPACA, {"model_name_or_path": None},
+        AS_STANFORD.format(
+            ", paired with an input that provides further context", ALPACA["instruction"],
+            "### Input:\nGood morning\n\n",
+        ) + "Bonjour<|endoftext|>",
+        "Bonjour<|endoftext|>",
+    ),
+    "token ids": (IDS, {}, "&'(", "&'("),
+    "token ids with labels": ({**IDS, "labels": [-100, 6, 7]}, {}, "&'(", "'("),
+    "token ids with padding": ({"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}, {}, "&'(", "&'("),
+}  # fmt: skip
 
 
-def test_completion_of_a_chat(tmp_path, tokenizer):
-    rows = [{"prompt": CHAT[:3], "completion": CHAT[3:]}]
-    row = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer).train[0]
-    assert learned(tokenizer, row) == "See you<|im_end|>\n"
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_a_model_reads_and_what_it_learns(name, tmp_path):
+    row, chosen, whole, wanted = LEARNED[name]
+    tokenizer = chatting(None if "model_name_or_path" in chosen else CHAT_TEMPLATE)
+    (ready,) = load_data(run_with(dataset_name=jsonl(tmp_path, [row]), **chosen), tokenizer).train
+    assert (tokenizer.decode(ready["input_ids"]), learned(tokenizer, ready)) == (whole, wanted)
+
+
+def test_tools_and_a_system_message_beside_a_prompt_or_an_instruction(tmp_path):
+    rows = [
+        {"prompt": CALLS[:1], "completion": CALLS[1:], "tools": [TOOL]},
+        {"prompt": CHAT[:1], "completion": CHAT[1:2], "system": "Be brief."},
+        {"instruction": "a", "output": "A", "tools": [TOOL]},
+    ]
+    tokenizer = chatting(TOOLS)
+    row, greeting, alpaca = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer).train
+    assert BRIEF.startswith(tokenizer.decode(greeting["input_ids"]))
+    assert "get_weather" in tokenizer.decode(alpaca["input_ids"])
+    assert tokenizer.decode(row["input_ids"]) == WHOLE_CALL
+    assert learned(tokenizer, row) == WHOLE_CALL[WHOLE_CALL.index(CALLED) :]
 
 
 def test_prompts_that_fill_max_length_teach_nothing(tmp_path, tokenizer):
@@ -205,6 +328,69 @@ def test_prompts_that_fill_max_length_teach_nothing(tmp_path, tokenizer):
     assert "all labels are masked" in problem(run, tokenizer).what
 
 
-def test_completion_only_needs_completions(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), completion_only_loss=True)
-    assert problem(run, tokenizer).subject == "completion_only_loss"
+# --- Several formats in one file -----------------------------------------------------------------
+
+MIXED = [
+    ({"text": "plain"}, "plain<|endoftext|>"),
+    ({"messages": CHAT[:2]}, said("Hello", "Hi!")),
+    ({"messages": [CALLS[0], {"role": "assistant", "tool_calls": [CALL]}]},
+     said("How warm is it in Rome?", CALLED.removesuffix("<|im_end|>"))),
+    ({"conversations": SHAREGPT, "id": "x"}, BRIEF),
+    ({"prompt": "2+2=", "completion": " 4"}, " 4<|endoftext|>"),
+    ({"prompt": "2+2=", "completion": None}, ""),
+    ({"instruction": "c", "output": "C"}, "C<|im_end|>\n"),
+    ({"input_ids": [5, 6], "labels": [-100, 6]}, "'"),
+    ({"id": "nothing"}, ""),
+    ({"text": ""}, ""),
+]  # fmt: skip
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=st.lists(st.integers(0, len(MIXED) - 1), max_size=40), parquet=st.booleans())
+def test_each_row_is_read_in_its_own_format(drawn, parquet, tmp_path_factory):
+    """As if it were alone, whatever stands beside it."""
+    folder = tmp_path_factory.mktemp("mixed")
+    rows, wanted = zip(*(MIXED[number] for number in [0, *drawn]), strict=True)
+    file = jsonl(folder, rows)
+    if parquet:
+        file = str(folder / "data.parquet")
+        filled = [dict.fromkeys(name for row in rows for name in row) | row for row in rows]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(filled), file)
+    data = load_data(run_with(dataset_name=file), chatting(TOOLS))
+    assert [learned(demo_tokenizer(), row) for row in data.train] == [text for text in wanted if text]
+
+
+def test_the_order_of_the_formats_is_told_and_a_named_column_comes_first(tmp_path, tokenizer):
+    file = jsonl(tmp_path, [{"messages": CHAT, "body": "both"}, {"messages": CHAT, "body": None}])
+    data = load_data(run_with(dataset_name=file, dataset_text_field="body"), tokenizer)
+    assert decoded(tokenizer, data.train)[0] == "both<|endoftext|>" and "See you" in decoded(tokenizer, data.train)[1]
+    assert data.description.endswith("each row is read by the first of these that it has: body, messages")
+
+
+# --- What is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "rows", "fix"),
+    [
+        ("completion_only_loss", [{"messages": CHAT}], "--assistant_only_loss"),
+        ("assistant_only_loss", [{"messages": CHAT}, *texts("b")], "messages"),
+        ("completion_only_loss", [{"prompt": "a", "completion": "b"}, *texts("b")], "prompt and completion"),
+    ],
+)
+def test_what_is_only_for_one_format_is_refused_for_the_others(flag, rows, fix, tmp_path, tokenizer):
+    found = problem(run_with(dataset_name=jsonl(tmp_path, rows), **{flag: True}), tokenizer)
+    assert found.subject == flag and found.what.startswith(f"row {len(rows)}: has no ") and fix in found.fix
+
+
+def test_preference_pairs_are_for_another_trainer(tmp_path, tokenizer):
+    found = problem(run_with(dataset_name=jsonl(tmp_path, [{"chosen": CHAT, "rejected": CHAT}])), tokenizer)
+    assert "preference pairs" in found.what and "DPOTrainer" in found.fix
+
+
+def test_the_fix_for_a_missing_text_column_names_only_columns_with_texts(tmp_path, tokenizer):
+    rows = [{"body": "a", "title": "b", "pages": 3, "tags": ["x"]}]
+    found = problem(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer)
+    assert found.fix.startswith("--dataset_text_field with one of body, title; or data with messages, conversations")
+    nothing = problem(run_with(dataset_name=jsonl(tmp_path, [{"pages": 3}], "numbers.jsonl")), tokenizer)
+    assert "--dataset_text_field" not in nothing.fix

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.data.batches import IGNORED, Pad
 from launch.data.load import Data, load_data
-from launch.data.sources import hub_commit
 from launch.host.world import World
 from recipes.errors import UserError
 from tests.support.rows import decoded, jsonl, run_with, texts
@@ -78,14 +76,6 @@ def test_padding_free_batches_have_the_loss_of_padded_ones(attention, tmp_path, 
         data = load_data(run_with(dataset_name=name, padding_free=padding_free), tokenizer)
         losses.append(model(**data.collator([data.train[n] for n in range(3)])).loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_data_of_the_hub_is_known_by_the_commit_in_its_cache(tmp_path):
-    rows = Dataset.from_dict({"text": ["one"]})
-    for name, commit in (("a" * 40, "a" * 40), ("no-commit", None)):
-        (tmp_path / name).mkdir()
-        rows.map(dict, cache_file_name=str(tmp_path / name / "x.arrow"))
-        assert hub_commit(Dataset.from_file(str(tmp_path / name / "x.arrow"))) == commit
 
 
 def test_all_processes_read_the_same_commit_of_the_hub(monkeypatch):

@@ -8,37 +8,28 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
-from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
-from torch.utils.data import DataLoader, RandomSampler
 
 from launch.data.load import load_data
-from launch.data.mixture import Source, mixed, taken
+from launch.data.mixture import mixed, taken
 from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-STEPS, BATCH = 10_000, 16
 WEIGHTS = (5, 3, 2)
 
 
-def part(number: int, size: int, weight: float | None) -> Source:
+def part(number: int, size: int) -> Dataset:
     """Its examples are two tokens, the number of the part and their own."""
-    rows = [[number, row] for row in range(size)]
-    return Source(f"part {number}", weight, Dataset.from_dict({"input_ids": rows}))
-
-
-def weighted(sizes, weights) -> list[Source]:
-    return [part(number, *each) for number, each in enumerate(zip(sizes, weights, strict=True))]
+    return Dataset.from_dict({"input_ids": [[number, row] for row in range(size)]})
 
 
 @pytest.fixture(scope="module")
 def epoch() -> np.ndarray:
-    """The part of each example of an epoch that has 10,000 batches of 16."""
-    parts = weighted((80_000, 900, 7), WEIGHTS)
-    assert taken(parts) == [80_000, 48_000, 32_000]
-    return np.array(mixed(parts)["input_ids"])
+    """The part and the number of each example of an epoch."""
+    sizes = (80_000, 900, 7)
+    assert taken(sizes, WEIGHTS) == [80_000, 48_000, 32_000]
+    return np.array(mixed([part(number, size) for number, size in enumerate(sizes)], WEIGHTS)["input_ids"])
 
 
 # --- Shares --------------------------------------------------------------------------------------
@@ -46,23 +37,6 @@ def epoch() -> np.ndarray:
 
 def shares(numbers: np.ndarray) -> np.ndarray:
     return np.bincount(numbers, minlength=3) / len(numbers)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_see_the_parts_by_their_weights_over_10_000_steps(world, epoch):
-    """With Trainer's sampler, dealt out to the ranks by accelerate."""
-    by_rank = []
-    for rank in range(world):
-        shuffled = RandomSampler(range(len(epoch)), generator=torch.Generator().manual_seed(42))
-        loader = DataLoader(range(len(epoch)), BATCH // world, sampler=shuffled, collate_fn=np.array)
-        own = prepare_data_loader(loader, num_processes=world, process_index=rank, put_on_device=False)
-        by_rank.append(np.array([epoch[batch, 0] for batch in own]))
-    assert all(len(seen) == STEPS for seen in by_rank)
-    for seen in by_rank:
-        assert abs(shares(seen.ravel()) - np.array(WEIGHTS) / 10).max() < 0.01
-    steps = np.concatenate(by_rank, axis=1)
-    alone = RandomSampler(range(len(epoch)), generator=torch.Generator().manual_seed(42))
-    assert (np.sort(steps) == np.sort(epoch[list(alone), 0].reshape(STEPS, BATCH))).all()
 
 
 def test_the_shares_hold_in_every_stretch_of_an_epoch_that_is_not_shuffled(epoch):
@@ -79,9 +53,9 @@ def test_a_part_that_is_exhausted_begins_again_and_no_example_is_left_out(epoch)
 
 
 def test_without_weights_every_part_is_taken_whole():
-    parts = [part(0, 5, None), part(1, 2, None)]
-    assert taken(parts) == [5, 2]
-    assert mixed(parts)["input_ids"][:] == [[0, n] for n in range(5)] + [[1, n] for n in range(2)]
+    assert taken([5, 2], [None, None]) == [5, 2]
+    rows = mixed([part(0, 5), part(1, 2)], [None, None])["input_ids"]
+    assert rows[:] == [[0, n] for n in range(5)] + [[1, n] for n in range(2)]
 
 
 # --- From files ----------------------------------------------------------------------------------
@@ -115,8 +89,8 @@ def test_the_description_has_a_line_for_each_part(tmp_path, tokenizer):
     first, *lines = load_data(run_with(dataset_name=entries), tokenizer).description.splitlines()
     assert first == f"{long}, {short}, 12 examples of 2 tokens, the longest 2"
     assert lines == [
-        f"{long}: 8 examples, 66.7% of all; 16 tokens, 66.7%",
-        f"{short}: 2 examples x 2.00, 33.3% of all; 8 tokens, 33.3%",
+        f"{long}: 8 examples, 66.7% of all",
+        f"{short}: 2 examples x 2.00, 33.3% of all",
     ]
 
 
@@ -131,18 +105,6 @@ def test_a_part_has_its_own_split_and_all_that_can_are_evaluated_on(tmp_path, to
     assert decoded(tokenizer, data.eval) == ["validation<|endoftext|>"]
     run = run_with(dataset_name=[other, other], eval_strategy="steps")
     assert "nothing to evaluate on" in problem(run, tokenizer).what
-
-
-def test_a_mixture_can_be_packed(tmp_path, tokenizer):
-    entries = [
-        {"name": jsonl(tmp_path, texts(*["a" * 9] * 12), "a.jsonl"), "weight": 1},
-        {"name": jsonl(tmp_path, texts("bb"), "b.jsonl"), "weight": 1},
-    ]
-    data = load_data(run_with(dataset_name=entries, packing=True, max_length=13), tokenizer)
-    assert len(data.train) == 12
-    assert all(
-        sorted(tokenizer.decode(row["input_ids"]).split("<|endoftext|>")[:2]) == ["a" * 9, "bb"] for row in data.train
-    )
 
 
 def test_columns_that_are_not_there(tmp_path, tokenizer):
@@ -178,14 +140,7 @@ def test_a_compressed_file_that_is_damaged_is_one_line(damage, streaming, tmp_pa
     assert "cannot be read" in found.what
 
 
-def test_lines_compressed_with_zstandard(tmp_path, tokenizer):
-    compress = pytest.importorskip("zstandard").compress
-    (tmp_path / "a.jsonl.zst").write_bytes(compress(b'{"text": "packed"}\n'))
-    data = load_data(run_with(dataset_name=str(tmp_path / "a.jsonl.zst")), tokenizer)
-    assert decoded(tokenizer, data.train) == ["packed<|endoftext|>"]
-
-
 def test_a_mistake_names_its_part(tmp_path, tokenizer):
     names = [jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"), jsonl(tmp_path, texts("plain"), "texts.jsonl")]
     found = problem(run_with(dataset_name=names, assistant_only_loss=True), tokenizer)
-    assert found.what.startswith(f"{names[1]}: needs chats")
+    assert found.what == f"{names[1]}: row 1: has no messages"

@@ -48,17 +48,6 @@ def test_a_folder_of_parts_is_read_whole(suffix, tmp_path, tokenizer):
     (folder / "_SUCCESS").touch()
     data = load_data(run_with(dataset_name=str(folder)), tokenizer)
     assert sorted(decoded(tokenizer, data.train)) == [f"text {number}<|endoftext|>" for number in range(3)]
-    assert "not read" not in data.description
-
-
-def test_files_of_another_kind_are_named_where_they_are_left_out(tmp_path, tokenizer):
-    folder = tmp_path / "mixed"
-    folder.mkdir()
-    for name in ("a.parquet", "b.parquet", "c.jsonl"):
-        WRITERS[f"data.{name[2:]}"](Dataset.from_list(texts(name)), folder / name)
-    data = load_data(run_with(dataset_name=str(folder)), tokenizer)
-    assert len(data.train) == 2
-    assert data.description.endswith("not read, since most files are parquet: c.jsonl")
 
 
 def test_slices_of_a_file(tmp_path, tokenizer):

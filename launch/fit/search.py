@@ -125,10 +125,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
         raise mistake("fit", what, other_ways(run))
     return {
         **best,
-        "world_size": world.size,
-        "global_batch_size": run.batch.total,
         "limit_bytes": limit,
-        "hardware": run.hardware.as_dict(),
         "found": record.now(),
         "probes": probes,
         "holds_for": fitted.identity(run),

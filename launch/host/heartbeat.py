@@ -135,9 +135,7 @@ def _beat(store: Store, rank: int, watched: int | None, left: threading.Event) -
         for number in itertools.count():
             if left.wait(_BEAT_SECONDS if number else 0) or os.getppid() != parent:
                 break
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            place = f"{frame.f_code.co_name}, {frame.f_code.co_filename} line {frame.f_lineno}"
-            store.set(f"heartbeat/{rank}", json.dumps([number, f"{name} in {place}"]))
+            store.set(f"heartbeat/{rank}", json.dumps([number, f"{name} in {_place()}"]))
             seen = [] if watched is None else _last(store, watched)
             if seen != last or not seen:
                 last, since = seen, time.monotonic()
@@ -146,6 +144,12 @@ def _beat(store: Store, rank: int, watched: int | None, left: threading.Event) -
                 print(line, file=sys.stderr, flush=True)
                 since = math.inf  # said once in a silence
         store.set(f"heartbeat/{rank}", "[]")  # it has left
+
+
+def _place() -> str:
+    """Where the main thread is. Its frame must not outlive this call: it would hold its tensors."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return f"{frame.f_code.co_name}, {frame.f_code.co_filename} line {frame.f_lineno}"
 
 
 def _missing(store: Store, size: int) -> dict[int, str]:

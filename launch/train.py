@@ -113,7 +113,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     model = load_model(run, tokenizer, data)
     world.decide(lambda: make_room(run, checkpoint_bytes(model, run), model_bytes(model)))
     trainer = build_trainer(run, world, args, model, tokenizer, data, out, earlier.identity, stop)
-    banner.banner(run, model, data, out)
+    banner.banner(run, model, tokenizer, data, out)
     trainer.make_readable(earlier.checkpoint)
 
     stop.defer()  # from here on a signal waits for the end of a step

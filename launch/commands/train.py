@@ -41,6 +41,7 @@ _SUBMIT = f"""
 --output FILE  with --dry_run: write it there, and its code beside it
 --preflight    `recipes doctor` on every node first: a failed check ends the job
 """
+_SHOW = "--show N  print so many examples, decoded, with what is learned between « and »"
 _FOLDER = "[FOLDER]  output folder of a run, or of several: the newest [outputs]\n"
 
 
@@ -49,7 +50,7 @@ def add_parser(commands: Commands) -> None:
     description += '`python "$(recipes where train.py)" --help` lists the settings.'
     data = "Tokenize the data of a run into the cache of datasets, on every core and without a GPU: train.py with the "
     data += "same flags and HF_HOME begins at once. Killed in the middle, the same command goes on. The printed folder "
-    commands.add_parser("prepare", description=data + "may be removed when no run needs it.").takes(prepare, "")
+    commands.add_parser("prepare", description=data + "may be removed when no run needs it.").takes(prepare, _SHOW)
     commands.add_parser("train", description=description).takes(train, _RECIPE + _HERE + _YAML)
     commands.add_parser("fit").takes(fit, _RECIPE + "--num_processes N  processes here [one per GPU]")
     targets = commands.add_parser("submit").add_subparsers(dest="target", required=True, metavar="|".join(TARGETS))
@@ -70,14 +71,16 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Exit codes and messages are those of train.py."""
     try:
         StopRequest().listen()
-        _prepare(resolve(argv))
+        _prepare(resolve(argv), options.show)
     except (KeyboardInterrupt, Preempted, Exception) as error:
         return failure.report(error, World())
     return 0
 
 
-def _prepare(run: RunSpec) -> None:
-    """Tokenize the data of a run, and print where the tokens lie and how many there are."""
+def _prepare(run: RunSpec, shown: int | None) -> None:
+    """Tokenize the data of a run, and print where the tokens lie, how many there are, and so many
+    examples as training sees them.
+    """
     require_legal(run)
     if not run["dataset_name"]:
         raise mistake("dataset_name", "there is nothing to prepare", "--dataset_name FILE_OR_ID")
@@ -86,9 +89,11 @@ def _prepare(run: RunSpec) -> None:
         raise mistake("dataset_streaming", what, "leave it out, here and in the training")
     quiet_libraries(run["verbose"])
     prepare_environment(run)
+    from launch.data.load import load_data
     from launch.data.mixture import tokens_of_parts
+    from launch.data.shown import shown_examples
     from launch.data.tokens import lengths_of
-    from launch.training.model import load_tokenizer, with_model
+    from launch.training.model import known_classes, load_tokenizer, with_model
 
     quiet_imported(run["verbose"], deepspeed=False)
     began, tokenizer = time.monotonic(), load_tokenizer(run)
@@ -102,6 +107,9 @@ def _prepare(run: RunSpec) -> None:
         examples = plural(sum(map(len, splits)), "example")
         print(f"{examples}, {tokens:,} tokens in {duration(time.monotonic() - began)}")
         print(f"{folder} ({memory_size(size)})")
+    if shown:
+        data = load_data(run, tokenizer, known_classes(run, tokenizer))
+        print(*shown_examples(data, tokenizer, shown), sep="\n\n")
 
 
 def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:

@@ -71,10 +71,14 @@ def train_help() -> str:
 # --- Before the first step ------------------------------------------------------------------------
 
 
-def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
-    """What is about to train: the run, and the model and data as loaded."""
+def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Console) -> None:
+    """What is about to train: the run, the model and data as loaded, and the first example. In it
+    what is learned stands between « and ».
+    """
+    from launch.data.shown import shortened, shown_examples
     from launch.training.model import has_batch_norm, parameter_count
 
+    example = "" if run.demonstration else next(shown_examples(data, tokenizer, 1), "")
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
     share = "" if trainable == total else f", {trainable:,} of them trained ({trainable / total:.2%})"
     name = run["model_name_or_path"] or "byte-level decoder"
@@ -84,6 +88,7 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
             "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
             "model": f"{name}{from_scratch}, {total:,} parameters{share}",
             "data": data.description,
+            **({"example": shortened(example)} if example else {}),
             "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
             "batch": batch(run),
             "precision": precision(run),

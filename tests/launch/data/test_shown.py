@@ -1,0 +1,36 @@
+"""The example that a run prints before it trains shows what is learned."""
+
+import json
+
+import pytest
+
+from launch.cli import main
+from tests.support.running import train_here
+
+
+@pytest.fixture
+def chats(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": "Under Orders."}]
+    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(8)))
+    return file
+
+
+def test_the_banner_marks_what_is_learned_of_the_first_example(tiny_model, chats, tmp_path):
+    done = train_here(tiny_model, chats, tmp_path / "out", "--assistant_only_loss", "--max_steps", "1")
+    (line,) = (line for line in done.output.splitlines() if line.startswith("example"))
+    assert "Where is it?" in line.partition("«")[0] and "Under Orders." in line.partition("«")[2].partition("»")[0]
+
+
+def test_packed_examples_are_shown_one_by_one(tiny_model, chats, tmp_path, capsys):
+    flags = f"--model_name_or_path {tiny_model} --dataset_name {chats} --packing --max_length 128 --show 2"
+    assert main(["prepare", *flags.split()]) == 0
+    assert capsys.readouterr().out.count("«") == 2
+
+
+def test_a_classifiers_example_has_its_label(tiny_model, tmp_path, capsys):
+    file = tmp_path / "labels.jsonl"
+    file.write_text('{"text": "well done", "label": "good"}\n{"text": "a pity", "label": "bad"}\n')
+    flags = f"--model_name_or_path {tiny_model} --dataset_name {file} --task sequence_classification --show 1"
+    assert main(["prepare", *flags.split()]) == 0
+    assert "well done -> good" in capsys.readouterr().out

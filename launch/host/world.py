@@ -178,7 +178,7 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
         )
     use_threads(run, world)
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
-    if not gc.get_freeze_count():  # once in a process
+    if is_thawed := not gc.get_freeze_count():
         # Half a million objects of the libraries: scanning them takes 0.3 s of every collection.
         gc.freeze()
     try:
@@ -191,6 +191,8 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
     finally:
         # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit.
         gc.collect()
+        if is_thawed:
+            gc.unfreeze()  # torch 2.15's bindings report as leaked what is frozen when the process exits
         leave_group()
 
 

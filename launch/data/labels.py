@@ -73,12 +73,14 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
         return Target(MULTI, names, f"multi-label: {outputs} labels", {n: n for n in range(outputs)}, True)
     by_label = _classes(name, kind, compute.unique(flat).to_pylist())
     names = list(by_label.values())
-    if names and {*names} <= {*classes}:  # the model was trained on all of them
-        names = list(classes)
-    elif len(names) < 2:
+    known = [one.lower() for one in classes]
+    if names and all(one.lower() in known for one in names):  # the model was trained on all of them
+        names, numbers = list(classes), {label: known.index(one.lower()) for label, one in by_label.items()}
+    elif len(names) > 1:
+        numbers = {label: number for number, label in enumerate(by_label)}
+    else:
         what = f"all rows have the same label: {''.join(names) or 'none'}"
         raise mistake("dataset_label_field", what, "data with two classes or more")
-    numbers = {label: names.index(one) for label, one in by_label.items()}
     if is_list or wanted == MULTI:
         return Target(MULTI, names, f"multi-label: {len(names):,} labels", numbers)
     return Target(SINGLE, names, f"{len(names):,} classes", numbers)

@@ -113,7 +113,7 @@ def test_a_missing_label_column_and_missing_data(tmp_path, tokenizer):
 
 KNOWN = {
     "in its order": ([20, 10], ["20", "10"], ["20", "10"], [0, 1]),
-    "more than the data": (["good", "bad"], ["good", "fair", "bad"], ["good", "fair", "bad"], [0, 2]),
+    "more than the data": (["GOOD", "bad"], ["good", "fair", "bad"], ["good", "fair", "bad"], [0, 2]),
     "one of them alone": (["a", "a"], ["a", "b"], ["a", "b"], [0, 0]),
     "other classes": (["a", "b"], ["b", "c"], ["a", "b"], [0, 1]),
 }

@@ -89,6 +89,11 @@ def print_problems(problems: Iterable[Problem], out: Console) -> None:
         _print_labelled(problem.severity, "red" if problem.severity == "error" else "yellow", str(problem), out)
 
 
+def print_progress(text: str, out: Console) -> None:
+    """The part of the start that begins now: none of them is to be silent for seconds."""
+    out.print(f"{text} ...", style="dim", highlight=False, markup=False)
+
+
 def print_note(text: str, out: Console) -> None:
     """One line that a person should read, though nothing is wrong with the run."""
     _print_labelled("note", "yellow", text, out)

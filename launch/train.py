@@ -28,7 +28,7 @@ from launch.host.launcher import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World, launched, prepare_process, process_group, require_launcher, resolve_launched
 from launch.output.record import kept_record
-from launch.terminal import console, print_problems
+from launch.terminal import console, print_problems, print_progress
 from launch.training import banner, failure
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
@@ -66,7 +66,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> None:
     """Report all that can be known at once, load the data, which may take hours, join and train."""
-    prepare_process(run)  # imports the libraries, which takes seconds
+    out = console(world.is_main)
+    print_progress("importing the libraries", out)
+    prepare_process(run)
     require_constructible(run)
     from launch.data.labels import recognised
     from launch.data.load import load_data
@@ -74,7 +76,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
     from launch.training.build import require_hub
     from launch.training.model import known_classes, load_tokenizer, with_model
 
-    out = console(world.is_main)
+    print_progress("reading the data", out)
     tokenizer = load_tokenizer(run)
     run, advice = with_model(run, tokenizer)  # may lower max_length to its longest sequence
     with failure.explained_by(run):
@@ -110,6 +112,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
 
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
+    print_progress("loading the model", out)
     model = load_model(run, tokenizer, data)
     world.decide(lambda: make_room(run, checkpoint_bytes(model, run), model_bytes(model)))
     trainer = build_trainer(run, world, args, model, tokenizer, data, out, earlier.identity, stop)

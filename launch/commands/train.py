@@ -22,7 +22,7 @@ from launch.host.world import World, prepare_environment
 from launch.jobs.job import Job, checked_job, launch_words
 from launch.jobs.local import Local, run_script
 from launch.jobs.submit import TARGETS, from_site, newest, refuse_while_in_use, rows, site_defaults, site_file, submit
-from launch.terminal import duration, memory_size, plural, print_table
+from launch.terminal import console, duration, memory_size, plural, print_progress, print_table
 from launch.training import failure
 from recipes.errors import UserError, mistake
 from recipes.quiet import quiet_imported, quiet_libraries
@@ -118,6 +118,10 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     Raises `UserError` with every problem.
     """
     job = _job_here(options, rest, options.accelerate_config, is_stored=False)
+    print_progress(
+        f"starting {plural(job.processes_per_node, 'process')}, {job.run.recipe.name} on {job.run.engine_title}",
+        console(),
+    )
     block_until_listening()  # the launcher handles them once it has imported what does
     os.execv(sys.executable, [*launch_words(job), *job.command])
 

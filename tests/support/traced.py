@@ -6,6 +6,7 @@ opened, renamed or removed, and around each flush.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -76,7 +77,7 @@ class Notes:
         self.flushed: Names = {}
         self.copies: dict[int, Path] = {}
         self.held: set[int] = set()
-        self.lock, self.here = threading.Lock(), threading.local()
+        self.numbers, self.lock, self.here = itertools.count(), threading.Lock(), threading.local()
 
     def audit(self, event: str, arguments: tuple) -> None:
         if event not in _EVENTS or not isinstance(arguments[0], str | os.PathLike) or getattr(self.here, "busy", False):
@@ -88,16 +89,17 @@ class Notes:
     def fsync(self, handle: int) -> None:
         path = Path(f"/proc/self/fd/{handle}").readlink()
         self.note(f"flush {path}")
-        inode, copy = os.fstat(handle).st_ino, self.folder / str(len(self.moments))
+        inode, copy = os.fstat(handle).st_ino, self.folder / str(next(self.numbers))
         self.here.busy = True
         is_folder = stat.S_ISDIR(os.fstat(handle).st_mode)
         names = self._names(path) if is_folder else shutil.copyfile(path, copy)
         self.here.busy = False
         self.flush(handle)
-        if is_folder:
-            self.flushed = {**self.flushed, inode: names}
-        else:
-            self.copies = {**self.copies, inode: copy}
+        with self.lock:  # several threads flush at a time
+            if is_folder:
+                self.flushed = {**self.flushed, inode: names}
+            else:
+                self.copies = {**self.copies, inode: copy}
         self.note(f"flushed {path}")
 
     def note(self, event: str) -> None:

@@ -39,9 +39,9 @@ MOST_LINES = 800  # of a file, which is one concept
 # The most lines of each room; of `recipes` and `launch`, of the files directly in them. When a room
 # has become smaller, so does its budget: it is never raised.
 BUDGETS = {
-    "recipes": 760,
+    "recipes": 740,
     "recipes/legal": 500,
-    "recipes/run": 2020,
+    "recipes/run": 1910,
     "recipes/rules": 2400,
     "recipes/planner": 3310,
     "recipes/scaling": 1410,

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.integrations import unset_hf_deepspeed_config
 
 from recipes.catalog import DEMONSTRATION_MODEL
-from recipes.run.local_model import has_weights
+from recipes.run.local_model import weights_in
 
 CORPUS_BYTES = 2_000_000
 HELD_OUT_EVERY = 20
@@ -104,7 +104,7 @@ def saved_sample(folder: str) -> str:
     """
     # Under ZeRO-3 transformers would shard this model too, and one rank alone loads it.
     unset_hf_deepspeed_config()
-    if not has_weights(Path(folder)):
+    if not weights_in(Path(folder)):
         return ""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -174,15 +174,14 @@ def test_a_finished_rerun_is_not_run_into_again(place, capsys):
 
 
 def test_a_changed_recipe_is_used_as_it_was_recorded(place, capsys):
-    (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [1, ours]\n")
-    (place / "mine.yaml").write_text("base: base.yaml\npurpose: Ours.\nchanges:\n  weight_decay: [0.1, ours]\n")
+    (place / "mine.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [1, ours]\n")
     folder = recorded(place / "out", "--recipe", "mine.yaml")
     assert "--recipe mine.yaml" in dry(capsys, folder, "--exact")[1]
-    (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [2, ours]\n")
+    (place / "mine.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [2, ours]\n")
     code, script, said = dry(capsys, folder, "--exact")
     restored = place / "outputs" / "out-rerun" / "again"
     assert code == 0 and f"--recipe {restored}/mine.yaml" in script
-    assert "base.yaml: has changed since: the recorded content is used" in said
+    assert "mine.yaml: has changed since: the recorded content is used" in said
     assert resolve(["--recipe", str(restored / "mine.yaml")])["seed"] == 1
 
 
@@ -238,7 +237,8 @@ def test_a_deepspeed_json_is_found_from_another_folder(place, tmp_path, capsys, 
     file.write_text(yaml.safe_dump({**content, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
     folder = recorded(place / "out", "--recipe", "memory", yaml=file)
     monkeypatch.chdir(tmp_path)
-    _, script, _ = dry(capsys, folder)
+    here = ["--model_name_or_path", place / "tiny", "--dataset_name", place / "texts.jsonl"]
+    _, script, _ = dry(capsys, folder, *here)
     assert launched_yaml(script)["deepspeed_config"]["deepspeed_config_file"] == str(place / "ds.json")
 
 

@@ -96,14 +96,10 @@ def test_the_command_line_wins_over_the_record(tmp_path):
 
 
 def test_the_folder_of_the_run_is_not_taken_over(tmp_path):
-    run = resolve(["--output_dir", str(tmp_path), "--run_name", str(tmp_path)], here(hardware=CPU))
+    run = resolve(["--output_dir", str(tmp_path), "--run_name", "mine"], here(hardware=CPU))
     again = resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))
-    assert (again["output_dir"], again["run_name"]) == ("outputs/standard", None)
+    assert (again["output_dir"], again["run_name"]) == ("outputs/standard", "mine")
     assert not again.explicit("output_dir")
-    named = resolve(
-        ["--config", recorded(tmp_path, resolve(["--run_name", "mine"], here(hardware=CPU)))], here(hardware=CPU)
-    )
-    assert named["run_name"] == "mine"
 
 
 def test_the_global_batch_stays_in_another_world(tmp_path):
@@ -146,42 +142,6 @@ def test_what_another_machine_decides_is_decided_anew(tmp_path):
     again = resolve(["--config", file], here(hardware=CPU))
     assert (again["bf16"], again["torch_compile"], again["use_cpu"]) == (False, False, True)
     assert not again.problems
-
-
-# --- Files that it names --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def started_elsewhere(tmp_path, monkeypatch):
-    """A run.json whose relative data lay in the folder `then`, and the folder `now` to go on in."""
-    for name in ("then", "now"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "then" / "texts.txt").write_text("a text\n")
-    monkeypatch.chdir(tmp_path / "then")
-    file = recorded(tmp_path, resolve(["--dataset_name", "texts.txt"], here(hardware=CPU)))
-    monkeypatch.chdir(tmp_path / "now")
-    return file
-
-
-def test_a_relative_path_counts_from_where_the_run_was_started_or_from_here(started_elsewhere, tmp_path):
-    again = resolve(["--config", started_elsewhere], here(hardware=CPU))
-    assert again["dataset_name"] == str(tmp_path / "then" / "texts.txt")
-    (tmp_path / "then" / "texts.txt").rename(tmp_path / "now" / "texts.txt")
-    moved = resolve(["--config", started_elsewhere], here(hardware=CPU))
-    assert (moved["dataset_name"], moved.problems) == ("texts.txt", ())
-
-
-def test_the_parts_of_a_mixture_are_found_where_the_run_was_started(tmp_path, monkeypatch):
-    (tmp_path / "then").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "then" / name).write_text("a text\n")
-    parts = [{"name": "a.txt", "weight": 2}, {"name": "somebody/code", "weight": 1}, {"name": "*.txt", "weight": 1}]
-    monkeypatch.chdir(tmp_path / "then")
-    run = resolve([], here(hardware=CPU), settings={"dataset_name": parts}, settings_source="run.yaml")
-    file = recorded(tmp_path, run)
-    monkeypatch.chdir(tmp_path)
-    names = [part["name"] for part in resolve(["--config", file], here(hardware=CPU))["dataset_name"]]
-    assert names == [str(tmp_path / "then" / "a.txt"), "somebody/code", str(tmp_path / "then" / "*.txt")]
 
 
 # --- Fingerprints ---------------------------------------------------------------------------------

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shlex
 import sys
 import warnings
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recipes import legal
@@ -62,10 +60,7 @@ def recipe(name: str):
             ),
             settings={"recipe": name, **{name: value for name, value in given.items() if name not in own}},
         )
-        try:
-            require_legal(run)
-        except UserError as error:
-            raise UserError(*(replace(found, fix=as_keywords(found.fix)) for found in error.problems)) from None
+        require_legal(run)
         _warn_without_engine(run)
         return arguments_for(run, wanted, own)
 
@@ -83,33 +78,20 @@ def recipe(name: str):
     return build
 
 
-def as_keywords(fix: str) -> str:
-    """A fix for train.py in a script's words: of `--fp16 false or --save_steps 2`, without dashes
-    and with fp16=False and save_steps=2. A launcher's flags stay.
-    """
-    names = "|".join(legal.settings())
-    fix = re.sub(rf"--({names}) (true|false|[\d.e-]*\d)\b", lambda found: f"{found[1]}={found[2].capitalize()}", fix)
-    return re.sub(rf"--({names})\b", r"\1", fix)
-
-
 def _warn_without_engine(run: RunSpec) -> None:
     """Without its launcher, Trainer silently trains a memory recipe unsharded and not offloaded.
-
-    And `deepspeed` looks for MPI: `ModuleNotFoundError: No module named 'mpi4py'`.
+    What `--deepspeed` and `--fsdp` name, Trainer sets up itself.
     """
     wanted, launched = run.engine, from_environment(run.place.environment)
-    if wanted.kind in ("single", "ddp") or run["fsdp"] or run.place.environment.get("RANK", "0") != "0":
+    if wanted.kind in ("single", "ddp") or run["fsdp"] or run["deepspeed"]:
         return
-    if run["deepspeed"]:  # Trainer sets it up under any launcher
-        file, is_there = "standard.yaml", launched is not None and launched.kind != "single"
-    else:
-        file = run.recipe.engine
-        is_there = launched is not None and (launched.kind, launched.zero_stage) == (wanted.kind, wanted.zero_stage)
-    if is_there:
+    is_there = launched is not None and (launched.kind, launched.zero_stage) == (wanted.kind, wanted.zero_stage)
+    if is_there or run.place.environment.get("RANK", "0") != "0":
         return
     what = f"{wanted.title} needs its launcher: this script trains on {launched.title if launched else 'one process'}"
     script = shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "SCRIPT.py"
-    warnings.warn(f"{what} instead. Fix: {launch_with(file)} --num_processes {run.world_size} {script}", stacklevel=3)
+    command = f"{launch_with(run.recipe.engine)} --num_processes {run.world_size} {script}"
+    warnings.warn(f"{what} instead. Fix: {command}", stacklevel=3)
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:

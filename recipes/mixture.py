@@ -50,28 +50,21 @@ def checked(entries: list[Any]) -> str | list[Any]:
 
     Raises `ValueError` for one that is not a list of parts.
     """
-    parts = [_part({"name": entry} if isinstance(entry, str) else entry) for entry in entries]
-    if not parts:
-        raise ValueError("takes a name or a list of names, got an empty list")
-    without = [part.name for part in parts if part.weight is None]
-    if without and len(without) < len(parts):
-        raise ValueError(f"has a weight for some of its parts, and none for {without[0]}")
+    try:
+        parts = parts_of(entries)
+    except TypeError:
+        raise ValueError(f"takes names, or entries with {', '.join(FIELDS)}, got {entries!r}") from None
+    for part in parts:
+        texts = (part.name, part.split or "-", part.config or "-")
+        if not all(isinstance(text, str) and text for text in texts) or not isinstance(part.columns, Mapping):
+            what = "takes texts for a part's name, split and config, and columns as name: new name"
+            raise ValueError(f"{what}, got {part!r}")
+        if part.weight is not None and (type(part.weight) not in (int, float) or not 0 < part.weight < math.inf):
+            raise ValueError(f"takes a weight above 0, got {part.weight!r} for {part.name}")
+    weighted = [part for part in parts if part.weight is not None]
+    if not parts or len(weighted) not in (0, len(parts)):
+        raise ValueError("takes at least one part, and weights for all parts or for none")
     return parts[0].name if parts == [Part(parts[0].name)] else entries
-
-
-def _part(entry: Any) -> Part:
-    if not isinstance(entry, dict) or not entry.keys() <= {*FIELDS}:
-        raise ValueError(f"takes names, or entries with {', '.join(FIELDS)}, got {entry!r}")
-    texts = [entry.get("name"), *(entry[key] for key in ("split", "config") if entry.get(key) is not None)]
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"takes texts for a part's name, split and config, got {entry!r}")
-    weight, columns = entry.get("weight"), entry.get("columns", {})
-    if weight is not None and (type(weight) not in (int, float) or not 0 < weight < math.inf):
-        raise ValueError(f"takes a weight above 0, got {weight!r} for {entry['name']}")
-    renames = isinstance(columns, dict) and all(isinstance(name, str) for pair in columns.items() for name in pair)
-    if not renames or len({*columns.values()}) < len(columns):
-        raise ValueError(f"takes columns as {{its name: new name}}, got {columns!r} for {entry['name']}")
-    return Part(**entry)
 
 
 def files_of(name: str | None) -> list[Path]:

@@ -38,12 +38,11 @@ from recipes.rules.facts import (
 from recipes.rules.table import error_row
 from recipes.run import RunSpec, nearest
 from recipes.run.local_model import (
-    damage,
     existing_path,
-    has_weights,
+    is_git_lfs_pointer,
     max_positions,
     model_folder,
-    weight_files,
+    weights_in,
 )
 
 # --- Data -----------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ def the_folder_holds_a_model(run):
         if (folder / "adapter_config.json").is_file():
             what = "holds LoRA adapters without their base model"
             fix = f"`recipes merge {folder}`, then --model_name_or_path {folder / 'merged'}"
-    elif not has_weights(folder) and not run["from_scratch"]:
+    elif not weights_in(folder) and not run["from_scratch"]:
         what = "has a config.json and no weights"
         fix = "a folder with model.safetensors too; or --from_scratch, for random weights"
     elif not any(path.is_file() for pattern in _TOKENIZERS for path in folder.glob(pattern)):
@@ -190,16 +189,13 @@ def the_folder_holds_a_model(run):
 
 @rule
 @of_train_py
-def the_weights_are_whole(run):
-    """`SafetensorError: incomplete metadata, file not fully covered`, and others of that kind. A
-    download may have left a pointer or a web page in its place.
-    """
+def the_weights_are_here(run):
+    """`Error while deserializing header: header too large`, of a pointer in the weights' place."""
     folder = model_folder(run["model_name_or_path"])
-    if folder is None or run.place.is_elsewhere or run["from_scratch"]:
-        return
-    for file in weight_files(folder):
-        if found := damage(file):
-            yield _about_model(run, f"{file} {found[0]}", found[1])
+    for file in weights_in(folder) if folder and not run.place.is_elsewhere and not run["from_scratch"] else ():
+        if is_git_lfs_pointer(file):
+            what = f"{file} is a git-lfs pointer to the file, not the file"
+            yield _about_model(run, what, "`git lfs pull` in its repository")
 
 
 # --- The type and the task ------------------------------------------------------------------------

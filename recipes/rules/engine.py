@@ -288,7 +288,7 @@ def tensor_parallelism_fits_the_run(run):
     accelerate gathers the predictions of processes that share examples, and drops the last ones:
     eval_loss is right, eval_accuracy counts some examples twice and others never.
     """
-    if not uses_deepspeed(run) or run.engine.parallelism.autotp in (0, 1):
+    if not uses_deepspeed(run) or run.engine.parallelism.autotp == 1:
         return
     size, where = run.engine.parallelism.sharing, "under DeepSpeed's tensor parallelism"
     if zero_stage(run) == 3:
@@ -338,7 +338,7 @@ def sequences_and_models_are_not_divided(run):
         del refused["tensor"]
     for field, (why, fix) in refused.items():
         size = getattr(sizes, field)
-        if type(size) is int and size > 1:
+        if size > 1:
             yield _of_size(run, field, f"{size} is refused: {why}", fix)
 
 
@@ -346,8 +346,7 @@ def sequences_and_models_are_not_divided(run):
 def replicas_and_shards_need_fsdp(run):
     """Under DDP the sizes shard nothing, and under DeepSpeed neither."""
     sizes = run.engine.parallelism
-    counts = [size for size in (sizes.replicate, sizes.shard) if type(size) is int]
-    if max(counts, default=1) > 1 and not uses_fsdp(run):
+    if max(sizes.replicate, sizes.shard) > 1 and not uses_fsdp(run):
         what = f"shards nothing: the engine is {run.engine_title.partition(',')[0]}, not FSDP"
         fix = "distributed_type: FSDP with fsdp_version: 2, or leave it out"
         yield _of_size(run, "shard", what, fix, "advice")

@@ -239,7 +239,7 @@ def zero3_saves_whole_weights(run):
     So does DeepSpeed's tensor parallelism, at any stage, whose checkpoints `zero_to_fp32.py` cannot
     read either. train.py saves a whole model at the end all the same.
     """
-    divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp not in (0, 1))
+    divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp > 1)
     if not divided or run["save_strategy"] == "no":
         return
     if (content := deepspeed_file(run)) is not None:

@@ -141,7 +141,6 @@ _NAMES = {"bool": "true or false", "int": "a whole number", "float": "a number",
           "dict": "a JSON object"}  # fmt: skip
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # as Hugging Face's parser reads them
 _EXPONENT = r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"
-_ANY_NUMBER = r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?"  # some schedules read "2" as a number, others fail
 
 
 def coerce(value: object, known: legal.Field) -> Any:
@@ -166,8 +165,7 @@ def coerce(value: object, known: legal.Field) -> Any:
     if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
     if isinstance(value, dict):  # YAML reads only `1.0e-6` as a number, and `1e-6` as text
-        number = _ANY_NUMBER if known.name == "lr_scheduler_kwargs" else _EXPONENT
-        is_number = {key: isinstance(entry, str) and re.fullmatch(number, entry) for key, entry in value.items()}
+        is_number = {key: isinstance(entry, str) and re.fullmatch(_EXPONENT, entry) for key, entry in value.items()}
         value = {key: float(entry) if is_number[key] else entry for key, entry in value.items()}
     fits = type(value).__name__ in types or (type(value) is int and "float" in types)
     if not fits and not (value is None and "None" in types):

@@ -34,39 +34,40 @@ class Parallelism:
     Tensor parallelism gives several processes the same examples, so the data are divided over fewer
     groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would too:
     a rule refuses both. Replicas and shards (HSDP) are processes with examples of their own.
-    `source` is where the sizes were read; empty if nothing sets them. A size that is no count is
-    kept as read: rules report it.
+    `source` is where the sizes were read; empty if nothing sets them. What is no count is 1 here:
+    the probe asks accelerate and DeepSpeed.
     """
 
-    replicate: Any = 1
-    shard: Any = 1
-    tensor: Any = 1
-    context: Any = 1
-    sequence: Any = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    sequence: int = 1
     source: str = ""
-    autotp: Any = 1
+    autotp: int = 1
 
     @property
     def sharing(self) -> int:
         """Processes that train on the same examples."""
-        return _size(self.tensor) * _size(self.autotp)
+        return self.tensor * self.autotp
 
     def __str__(self) -> str:
         """The sizes above 1 in words, such as `tensor parallel 2`; empty if there are none."""
         words = [f"tensor parallel {self.sharing}"] if self.sharing > 1 else []
-        if _size(self.replicate) > 1:
+        if self.replicate > 1:
             words.append(f"{self.replicate} replicas of {self.shard} shards")
         return ", ".join(words)
 
 
-def _size(size: object) -> int:
-    return size if type(size) is int and size > 1 else 1
-
-
 def sizes_of(values: Mapping[str, Any], source: str, prefix: str = "") -> Parallelism:
     """The sizes among keyword arguments, keys of a YAML or variables. Text may be a number."""
-    read = {field: _number(values.get(f"{prefix}{name}", 1)) for field, name in SIZES.items()}
+    read = {field: _count(values.get(f"{prefix}{name}")) for field, name in SIZES.items()}
     return Parallelism(**read, source=source)
+
+
+def _count(value: object) -> int:
+    number = _number(value)
+    return number if type(number) is int and number > 1 else 1
 
 
 def exported_sizes(environment: Mapping[str, str]) -> Parallelism:
@@ -213,7 +214,7 @@ def _as_deepspeed(engine: Engine, section: Json) -> Engine:
         zero_stage=_int(zero.get("stage", section.get("zero_stage", 2) if named is None else 0)),
         offload_optimizer=_device(zero.get("offload_optimizer"), section.get("offload_optimizer_device")),
         offload_param=_device(zero.get("offload_param"), section.get("offload_param_device")),
-        parallelism=replace(engine.parallelism, autotp=_section(content, "tensor_parallel").get("autotp_size") or 1),
+        parallelism=replace(engine.parallelism, autotp=_count(_section(content, "tensor_parallel").get("autotp_size"))),
     )
 
 

@@ -6,9 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from recipes.errors import mistake
 from recipes.legal.schema import Json, hf_home
@@ -74,45 +72,23 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
 
     With `as_text` every value is text, as it was written: `8:00:00` is otherwise 28800 to YAML.
     """
+    import yaml  # `recipes list` needs none
+
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise mistake(subject, f"{path} cannot be read: {reason}", "the path of an existing YAML file") from None
-    content = yaml_content(text, str(path), subject, as_text) or {}
-    if not isinstance(content, dict):
-        what = f"{path} holds a {type(content).__name__}, not settings"
-        raise mistake(subject, what, "one `name: value` on each line")
-    return content
-
-
-def yaml_content(text: str, path: str, subject: str, as_text: bool = False) -> Any:
-    """The content of a YAML text. Raises `UserError` about `subject` if it is not valid."""
-    import yaml
-
     try:
-        return yaml.load(text, _loader(as_text))
-    except KeyError as error:
-        raise mistake(subject, f"{path} has {error.args[0]!r} twice", "write it once", path) from None
+        content = yaml.load(text, yaml.BaseLoader if as_text else yaml.SafeLoader) or {}
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # `2026-13-13` is no date
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise mistake(subject, f"{path} is not valid YAML{line}", "one `name: value` on each line") from None
-
-
-@cache
-def _loader(as_text: bool) -> Any:
-    """PyYAML's safe loader, or the one of texts, but `KeyError` for a key that is given twice."""
-    import yaml
-
-    class Loader(yaml.BaseLoader if as_text else yaml.SafeLoader):  # type: ignore[misc]
-        def construct_mapping(self, node, deep=False):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-            if twice := [key for key in keys if keys.count(key) > 1]:
-                raise KeyError(twice[0])
-            return super().construct_mapping(node, deep)
-
-    return Loader
+    if not isinstance(content, dict):
+        what = f"{path} holds a {type(content).__name__}, not settings"
+        raise mistake(subject, what, "one `name: value` on each line")
+    return content
 
 
 def read_json(file: str | Path) -> tuple[Json | None, str]:

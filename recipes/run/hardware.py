@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import importlib.util
 import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +33,6 @@ class Hardware:
 
     gpus: tuple[Gpu, ...] = ()
     cores: int = 1
-    platform: str = "linux"
     liger: bool = False
 
     @property
@@ -71,7 +69,7 @@ class Hardware:
 def read() -> Hardware:
     """The hardware of this machine. Never raises: a fact that cannot be read is absent."""
     liger = importlib.util.find_spec("liger_kernel") is not None
-    return Hardware(_cuda_gpus(), usable_cores(), sys.platform, liger)
+    return Hardware(_cuda_gpus(), usable_cores(), liger)
 
 
 def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

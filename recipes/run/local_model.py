@@ -14,8 +14,6 @@ _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # as g
 # The names that types of models have for their longest sequence.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 
-_AGAIN = "copy or download the file again"
-
 # These number positions from `pad_token_id + 1`, so that many of their position embeddings are
 # never used.
 OFFSET_POSITIONS = {
@@ -37,39 +35,15 @@ def local_config(name: str | None) -> Json | None:
     return None if file is None or file.suffix != ".json" else read_json(file)[0]
 
 
-def has_weights(folder: Path) -> bool:
-    """True for a folder that holds a model, whole or in shards."""
-    return any(path.is_file() for pattern in WEIGHTS for path in folder.glob(pattern))
+def weights_in(folder: Path) -> list[Path]:
+    """The files of a model, whole or in shards; empty for a folder without one."""
+    return [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of weights that transformers loads from a folder, missing shards among them."""
-    for whole in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / whole).is_file():
-            return [folder / whole]
-        shards = (read_json(folder / f"{whole}.index.json")[0] or {}).get("weight_map")
-        if isinstance(shards, dict):
-            return [folder / str(name) for name in sorted(set(map(str, shards.values())))]
-    return []
-
-
-def damage(file: Path) -> tuple[str, str] | None:
-    """The fault of a file of weights, and what to do about it. None if none can be seen without
-    loading it.
-    """
-    if not file.is_file():
-        return "is missing", _AGAIN
+def is_git_lfs_pointer(file: Path) -> bool:
+    """True for what `git clone` without git-lfs leaves in the place of a large file."""
     with file.open("rb") as opened:
-        if opened.read(512).startswith(b"version https://git-lfs"):
-            return "is a git-lfs pointer to the file, not the file", "`git lfs pull` in its repository"
-    if file.suffix == ".safetensors":
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            safe_open(file, framework="np")
-        except (SafetensorError, OSError):
-            return "is cut off, or not in the safetensors format", _AGAIN
-    return None
+        return opened.read(512).startswith(b"version https://git-lfs")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 A YAML states a base and what it changes, each value with its reason, as the catalogue does:
 
-    base: fast                 # a shipped recipe, or another such file, relative to this one
+    base: fast                 # a shipped recipe
     purpose: Fine-tuning on our support tickets.
     engine: standard.yaml      # optional: a shipped Accelerate YAML, or one relative to this file
     micro_batch_cap: 4         # optional: examples per process
@@ -10,7 +10,7 @@ A YAML states a base and what it changes, each value with its reason, as the cat
       learning_rate: [5.0e-5, best of the three that we tried]
 
 A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`, named as
-`mine.py:function`.
+`mine.py:function`. It may build on another such function.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ _KEYS = ("base", "purpose", *_OF_A_RECIPE, "changes")
 _EARLY = (*BATCH_FIELDS, *_OF_A_RECIPE, "model_name_or_path", "dataset_name", "use_cpu", "output_dir", "deepspeed")
 
 
-def find_recipe(name: str, above: tuple[str, ...] = ()) -> Recipe:
-    """The recipe of this name, or the one in the file of this name. `above` are the YAMLs whose
-    bases led here.
+def find_recipe(name: str) -> Recipe:
+    """The recipe of this name, or the one in the file of this name.
 
     Raises `UserError` with everything that is wrong with the name or the file.
     """
     if name in RECIPES:
         return RECIPES[name]()
     if name.endswith((".yaml", ".yml")):
-        return _from_yaml(str(Path(above[-1]).parent / name) if above else name, above)
-    if not above and (python := re.fullmatch(r"(.+\.py):?(\w*)", name)):
+        return _from_yaml(name)
+    if python := re.fullmatch(r"(.+\.py):?(\w*)", name):
         return _from_python(python[1], python[2])
     fix = nearest(name, RECIPES) or f"one of {', '.join(RECIPES)}, or a file: mine.yaml"
-    raise mistake("base" if above else "recipe", f"there is no recipe {name!r}", fix, above[-1] if above else "")
+    raise mistake("recipe", f"there is no recipe {name!r}", fix)
 
 
 def own_settings(recipe: Recipe) -> dict[str, Setting]:
@@ -57,32 +56,28 @@ def own_settings(recipe: Recipe) -> dict[str, Setting]:
     They count as written wherever that makes a difference. Values of a shipped base, and those that
     depend on the run, are decided as for every recipe.
     """
-    if not recipe.files:
-        return {}
-    settings = own_settings(recipe.base) if recipe.base else {}
-    for name, value in recipe.changes.items():
-        settings.pop(name, None)
-        if isinstance(value, tuple) and name not in _OF_A_RECIPE:
-            settings[name] = Setting(value[0], recipe.source, value[1])
-    return settings
+    values = recipe.changes.items() if recipe.files else ()
+    stated = {name: value for name, value in values if isinstance(value, tuple) and name not in _OF_A_RECIPE}
+    return {name: Setting(value, recipe.source, reason) for name, (value, reason) in stated.items()}
 
 
-def _from_yaml(file: str, above: tuple[str, ...]) -> Recipe:
-    if Path(file).resolve() in [Path(other).resolve() for other in above]:
-        raise mistake("base", f"leads back to {file}: {' > '.join([*above, file])}", "a shipped recipe", above[-1])
+def _from_yaml(file: str) -> Recipe:
     content = read_yaml(file, "recipe")
     if "base" not in content:
         fix = "base: fast, or another recipe; a file of settings is for --config, an Accelerate YAML for the launcher"
         raise mistake("recipe", f"{file} has no base", fix)
-    base = find_recipe(str(content["base"]), (*above, file))
+    base = str(content["base"])
+    if base not in RECIPES:
+        fix = nearest(base, RECIPES) or f"one of {', '.join(RECIPES)}"
+        raise mistake("base", f"{base} is not a shipped recipe", fix, file)
     changes = content.get("changes") or {}
     problems = [_unknown_key(str(key), file) for key in content if key not in _KEYS]
     if not isinstance(changes, dict):
         problems.append(Problem("changes", "are not settings", 'lines such as seed: [3, "the reason"]', file))
         changes = {}
     own = {name: content[name] for name in _OF_A_RECIPE if name in content}
-    recipe = Recipe(Path(file).stem, content.get("purpose") or "", {**changes, **own}, base, (file, *base.files))
-    return _checked(recipe, problems)
+    purpose = content.get("purpose") or ""
+    return _checked(Recipe(Path(file).stem, purpose, {**changes, **own}, RECIPES[base](), (file,)), problems)
 
 
 def _unknown_key(key: str, file: str) -> Problem:
@@ -101,15 +96,9 @@ def _from_python(file: str, name: str) -> Recipe:
     if not isinstance(recipe, Recipe):
         what = f"{file} has no function {name!r} that returns a Recipe"
         raise mistake("recipe", what, f"{file}:NAME, of a function with `return fast().but(...)`")
-    return _written_in(file, recipe)
-
-
-def _written_in(file: str, recipe: Recipe) -> Recipe:
-    """The recipe, and those of its bases that are not shipped, as recipes of this file."""
-    base = recipe.base
-    if base and base.name not in RECIPES:
-        base = _written_in(file, base)
-    return _checked(replace(recipe, base=base, files=(file,)), [])
+    while recipe.base and recipe.base.name not in RECIPES:  # written by the user too
+        recipe = replace(recipe, changes={**recipe.base.changes, **recipe.changes}, base=recipe.base.base)
+    return _checked(replace(recipe, files=(file,)), [])
 
 
 def _run(file: str, function: Callable, *arguments: object) -> Any:

@@ -57,14 +57,9 @@ def read(path: str | Path, subject: str) -> Json:
 
 
 def _is_record(content: Json) -> bool:
-    """True for a status, and settings that all have a value and its source."""
-    settings = content.get("settings") or {}
-    tables = [content.get(name) or {} for name in ("hardware", "code", "versions", "environment")]
-    is_told = settings and isinstance(content.get("status"), str)
-    if not is_told or not all(isinstance(table, dict) for table in (settings, *tables)):
-        return False
-    entries = [entry if isinstance(entry, dict) else {} for entry in settings.values()]
-    return all("value" in entry and isinstance(entry.get("source"), str) for entry in entries)
+    settings = content.get("settings")
+    is_written = isinstance(settings, dict) and all(isinstance(entry, dict) for entry in settings.values())
+    return is_written and isinstance(content.get("status"), str)
 
 
 def is_record_at(path: str) -> bool:
@@ -83,17 +78,15 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """The values that the user of the run wrote, with files where the run found them, and without
-    secrets: each that is not `given` anew is a problem.
+    """The values that the user of the run wrote, without secrets: each that is not `given` anew is
+    a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}
     micro = record["settings"].get("per_device_train_batch_size", {})
     if micro.get("source") == FIT and record.get("world_size") == place.world_size:
         values.pop("fit", None)  # what it found is known
-    repeated = {name: value for name, value in values.items() if name not in _not_again(record)}
-    folder = Path(record.get("folder") or "")
-    repeated = {name: _from(folder, value) if name in _INPUTS else value for name, value in repeated.items()}
+    repeated = {name: value for name, value in values.items() if name not in _NOT_REPEATED}
     pushed = given["push_to_hub"].value if "push_to_hub" in given else _value(record, "push_to_hub")
     for name in [name for name, value in repeated.items() if HIDDEN in json.dumps(value)]:
         del repeated[name]
@@ -111,7 +104,7 @@ def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
     else derived here, for the recorded number of processes.
     """
     values = {}
-    skipped = {"fit", *_not_again(record), *BATCH_FIELDS, *at_a_place(record)}
+    skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
     here, then = plain(derived.hardware.as_dict()), record.get("hardware") or {}
     same_machine = bool(then) and all(here[name] == value for name, value in then.items() if name in here)
     for name, entry in record["settings"].items():
@@ -126,12 +119,6 @@ def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
     if record.get("world_size") == place.world_size and micro not in (None, derived.batch.micro):
         values["per_device_train_batch_size"] = micro
     return values
-
-
-def _not_again(record: Json) -> set[str]:
-    """Names of settings that do not count again. A run may be named after its folder."""
-    named_after_it = _value(record, "run_name") == _value(record, "output_dir")
-    return {*_NOT_REPEATED, "run_name"} if named_after_it else {*_NOT_REPEATED}
 
 
 def _value(record: Json, name: str) -> Any:
@@ -158,7 +145,7 @@ def plain(value: Any) -> Any:
 
 def places_of(run: RunSpec) -> dict[str, str]:
     """Setting -> the file or folder that it names, absolute. A mixture's parts are left out."""
-    named = {name: _path(run[name]) for name in _INPUTS if isinstance(run[name], str)}
+    named = {name: re.sub(r"(?<=\.py):\w*$", "", run[name]) for name in _INPUTS if isinstance(run[name], str)}
     return {name: str(expanded(path).resolve()) for name, path in named.items() if paths_of(path)}
 
 
@@ -166,21 +153,3 @@ def at_a_place(record: Json) -> set[str]:
     """The settings that named files or folders, or several sources of data."""
     several = {"dataset_name"} if isinstance(_value(record, "dataset_name"), list) else set()
     return several | (record.get("paths") or {}).keys()
-
-
-def _from(folder: Path, value: Any) -> Any:
-    """The value of a setting with each file in it by where it is from `folder`, if it is there."""
-    if isinstance(value, list):
-        return [_from(folder, part) for part in value]
-    if isinstance(value, dict):
-        return {**value, "name": _from(folder, value["name"])} if "name" in value else value
-    if not isinstance(value, str) or folder.resolve() == Path.cwd():
-        return value
-    path = _path(value)
-    then = str(folder / expanded(path))
-    return then + value.removeprefix(path) if paths_of(then) else value
-
-
-def _path(text: str) -> str:
-    """The file of `mine.py:function`; any other path as it is."""
-    return re.sub(r"(?<=\.py):\w*$", "", text)

@@ -9,7 +9,6 @@ from transformers import TrainingArguments
 import recipes
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
-from recipes.factories import as_keywords
 
 
 @dataclass
@@ -61,22 +60,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("keywords", "said"), REFUSED)
-def test_a_mistake_is_refused_in_a_scripts_words(keywords, said, tmp_path):
+def test_a_mistake_is_refused(keywords, said, tmp_path):
     with pytest.raises(UserError, match=said):
         recipes.standard(str(tmp_path), **keywords)
-
-
-@pytest.mark.parametrize(
-    ("fix", "keywords"),
-    [
-        ("--fp16 false", "fp16=False"),
-        ("--save_steps 2, or leave it out", "save_steps=2, or leave it out"),
-        ("--packing instead", "packing instead"),
-        ("accelerate launch --num_processes 2", "accelerate launch --num_processes 2"),
-    ],
-)
-def test_a_fix_is_written_as_a_script_writes_it(fix, keywords):
-    assert as_keywords(fix) == keywords
 
 
 OWN_METRIC = dict(metric_for_best_model="f1", eval_strategy="steps", eval_steps=5)
@@ -122,7 +108,6 @@ def test_the_world_is_the_launched_one(tmp_path, monkeypatch):
         ("memory", {}, {}, "one process", "memory.yaml"),
         ("sharded", TORCHRUN, {}, "DDP", "sharded.yaml"),
         ("memory_zero3", ZERO_2, {}, "DeepSpeed ZeRO-2", "memory_zero3.yaml"),
-        ("standard", {}, OWN_JSON, "one process", "standard.yaml"),
     ],
 )
 def test_a_script_without_the_engine_reads_how_to_start_it(

@@ -159,13 +159,12 @@ def test_it_writes_neither_to_the_folder_of_the_run_nor_to_that_of_a_finished_re
 
 
 def test_a_changed_file_is_a_difference_and_the_recorded_values_are_trained(place, capsys):
-    (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [1, ours]\n")
-    (place / "mine.yaml").write_text("base: base.yaml\npurpose: Ours.\nchanges:\n  weight_decay: [0.1, ours]\n")
+    (place / "mine.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [1, ours]\n")
     folder = recorded(place / "out", "--recipe", "mine.yaml")
     assert "--recipe mine.yaml" in dry(capsys, folder, "--exact")[1]
-    (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [2, ours]\n")
+    (place / "mine.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [2, ours]\n")
     code, _, said = dry(capsys, folder)
-    assert code == 0 and re.search(r"base.yaml sha256-\w+ sha256-\w+ files", said) and "seed" not in said
+    assert code == 0 and re.search(r"mine.yaml sha256-\w+ sha256-\w+ files", said) and "seed" not in said
     assert dry(capsys, folder, "--exact")[0] == 2
 
 

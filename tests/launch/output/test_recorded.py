@@ -89,14 +89,10 @@ def test_a_record_resolves_to_the_run_that_wrote_it(written, recipe, world, hard
 
 
 def test_the_folder_of_the_run_is_not_taken_over(tmp_path):
-    run = resolve(["--output_dir", str(tmp_path), "--run_name", str(tmp_path)], here(hardware=CPU))
+    run = resolve(["--output_dir", str(tmp_path), "--run_name", "mine"], here(hardware=CPU))
     again = resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))
-    assert (again["output_dir"], again["run_name"]) == ("outputs/standard", None)
+    assert (again["output_dir"], again["run_name"]) == ("outputs/standard", "mine")
     assert not again.explicit("output_dir")
-    named = resolve(
-        ["--config", recorded(tmp_path, resolve(["--run_name", "mine"], here(hardware=CPU)))], here(hardware=CPU)
-    )
-    assert named["run_name"] == "mine"
 
 
 def test_the_global_batch_stays_in_another_world(tmp_path):
@@ -139,35 +135,6 @@ def test_what_another_machine_decides_is_decided_anew(tmp_path):
     again = resolve(["--config", file], here(hardware=CPU))
     assert (again["bf16"], again["torch_compile"], again["use_cpu"]) == (False, False, True)
     assert not again.problems
-
-
-# --- Files that it names --------------------------------------------------------------------------
-
-
-def test_a_relative_path_counts_from_where_the_run_was_started_or_from_here(tmp_path, monkeypatch):
-    for name in ("then", "now"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "then" / "texts.txt").write_text("a text\n")
-    monkeypatch.chdir(tmp_path / "then")
-    file = recorded(tmp_path, resolve(["--dataset_name", "texts.txt"], here(hardware=CPU)))
-    monkeypatch.chdir(tmp_path / "now")
-    assert resolve(["--config", file], here(hardware=CPU))["dataset_name"] == str(tmp_path / "then" / "texts.txt")
-    (tmp_path / "then" / "texts.txt").rename(tmp_path / "now" / "texts.txt")
-    moved = resolve(["--config", file], here(hardware=CPU))
-    assert (moved["dataset_name"], moved.problems) == ("texts.txt", ())
-
-
-def test_the_parts_of_a_mixture_are_found_where_the_run_was_started(tmp_path, monkeypatch):
-    (tmp_path / "then").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "then" / name).write_text("a text\n")
-    parts = [{"name": "a.txt", "weight": 2}, {"name": "somebody/code", "weight": 1}, {"name": "*.txt", "weight": 1}]
-    monkeypatch.chdir(tmp_path / "then")
-    run = resolve([], here(hardware=CPU), settings={"dataset_name": parts}, settings_source="run.yaml")
-    file = recorded(tmp_path, run)
-    monkeypatch.chdir(tmp_path)
-    names = [part["name"] for part in resolve(["--config", file], here(hardware=CPU))["dataset_name"]]
-    assert names == [str(tmp_path / "then" / "a.txt"), "somebody/code", str(tmp_path / "then" / "*.txt")]
 
 
 # --- Fingerprints ---------------------------------------------------------------------------------

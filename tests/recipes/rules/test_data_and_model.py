@@ -11,7 +11,7 @@ from recipes.rules.check import check
 from recipes.rules.data_and_model import attention_fits_the_machine, refused_by_class
 from recipes.run import here, resolve
 from tests.support.real_failures import assert_fires, tiny_llama
-from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, fsdp, machine, model, weights
+from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, fsdp, machine, model
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -54,8 +54,8 @@ CASES = {
     ),
     "the_model_is_a_folder": (Run(MODEL), Run(MODEL, files=model())),
     "the_folder_holds_a_model": (Run(MODEL, files=without("model.safetensors")), Run(MODEL, files=model())),
-    "the_weights_are_whole": (
-        Run(MODEL, files=model() | {"m/model.safetensors": weights()[:-1]}),
+    "the_weights_are_here": (
+        Run(MODEL, files=model() | {"m/model.safetensors": "version https://git-lfs.github.com/spec/v1\n"}),
         Run(MODEL, files=model()),
     ),
     "the_model_can_do_the_task": (
@@ -103,8 +103,6 @@ ALSO_FIRES = [
     ("the_model_is_a_folder", Run(f"{MODEL}/config.json", files=model()), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files={"m/adapter_config.json": {}}), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json", model_type="bert")), "model_name"),
-    ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | INDEX), "model_name"),
-    ("the_weights_are_whole", Run(MODEL, files=model() | {"m/model.safetensors": "version https://git-lfs"}), "model"),
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="lama")), "model_name"),
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type=None)), "model_name"),
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="own", auto_map=OWN_CODE)), "trust_remote_code"),

@@ -41,7 +41,6 @@ BY_LAUNCHER = [
     (Run(yaml="compute_environment: LOCAL\ndistributed_type: 'NO'\nnum_processes: 1\n"), "num_processes",
      "had unknown keys (['num_processes'])"),
     (Run(yaml=yaml("MULTI_GPU", "mixed_precision: bfloat16")), "mixed_precision", "Unknown mixed_precision mode"),
-    (Run(yaml=yaml("MULTI_GPU", "gpu_ids: '0'")), "gpu_ids", "Less than two GPU ids were configured"),
     (Run(yaml=yaml("DEEPSPEED", "deepspeed_config: ds.json")), "accelerate.yaml", "has no attribute 'keys'"),
     (gpus("fsdp_sync_module_states: false"), "fsdp_sync_module_states", "set `--fsdp_sync_module_states` to `True`"),
     (Run(yaml=yaml("MULTI_GPU", "dynamo_config:", "  dynamo_backend: inductr")), "dynamo_backend",
@@ -49,10 +48,8 @@ BY_LAUNCHER = [
 ]  # fmt: skip
 BY_ARGUMENTS = [
     (Run(f"{BASELINE} --fp16 --bf16"), "fp16", "At most one of fp16 and bf16"),
-    (Run(f"{BASELINE} --dataloader_prefetch_factor 2"), "dataloader_prefetch_factor", "can only be set when"),
     (Run(f"{BASELINE} --report_to tensorbord"), "report_to", "tensorbord is not supported"),
     (Run(f"{BASELINE} --adam_beta1 1.0"), "adam_beta1", "Invalid beta parameter"),
-    (Run(f"{BASELINE} --lr_scheduler_type warmup_stable_decay"), "lr_scheduler_type", "num_decay_steps"),
     (Run(f'{BASELINE} --lr_scheduler_type linear --lr_scheduler_kwargs {{"num_cycles":2}}'), "lr_scheduler_kwargs",
      "unexpected keyword argument 'num_cycles'"),
     (Run(f"{BASELINE} --torch_compile_mode fastest"), "torch_compile_mode", "Unrecognized mode=fastest"),
@@ -61,24 +58,19 @@ BY_ARGUMENTS = [
 BY_FSDP = [
     (Run("--fsdp zero3", world=2), "fsdp", "Unknown `fsdp` option: zero3"),
     (gpus("fsdp_state_dict_type: LOCAL_STATE_DICT"), "fsdp_state_dict_type", "does not support LOCAL_STATE_DICT"),
-    (gpus("fsdp_activation_checkpointing_offload: true"), "fsdp_activation_checkpointing_offload",
-     "requires `activation_checkpointing=True`"),
     (Run(yaml=groups(dp_shard=0), hardware=TWO_GPUS, world=2), "parallelism_config_dp_shard_size",
      "dp_shard_size must be at least 1"),
     (gpus_in(4, dp_replicate=2, dp_shard=4), "parallelism_config", "total_size (8) does not match num_processes (4)"),
-    (gpus_in(2, version=1, dp_shard=2), "parallelism_config", "is only compatible DistributedType.FSDP (version 2)"),
     (Run(yaml=groups("MULTI_GPU", dp_shard=2), world=2), "parallelism_config", "but got DistributedType.MULTI_CPU"),
 ]  # fmt: skip
 BY_DEEPSPEED = [
     (Run(yaml=deepspeed("zero_stage: 5")), "zero_stage", "Input should be 0, 1, 2"),
     (Run(yaml=deepspeed("deepspeed_config_file: ds.json", "zero_stage: 2"), files=ds_json()), "ds.json",
      "the following accelerate config variables will be ignored"),
-    (Run(yaml=deepspeed("deepspeed_config_file: ds.json")), "ds.json", "Expected a string path to an existing"),
     (Run(DS, files={"ds.json": ZERO_2}), "ds.json", "Either train_batch_size or train_micro_batch_size_per_gpu"),
     (Run(DS, files=ds_json(zero_optimization={"stge": 2})), "stge", "Extra inputs are not permitted"),
     (Run(f"{DS} --bf16", files=ds_json(fp16={"enabled": True}, bf16={"enabled": True})), "bf16", "cannot be set to"),
     (scheduler(type="WarmupLr", params={}), "type", "no attribute 'WarmupLr'"),
-    (scheduler(type="WarmupLR"), "ds.json", "'params' (KeyError)"),
     (scheduler(type="WarmupLR", params={"warmup_steps": 5}), "warmup_steps", "unexpected keyword argument"),
 ]  # fmt: skip
 
@@ -134,18 +126,6 @@ def test_all_contradictions_of_a_json_are_reported_at_once(tmp_path, monkeypatch
         "gradient_clipping: ds gradient_clipping=0.5 vs hf max_grad_norm=1.0 (ds.json)."
         ' Fix: "gradient_clipping": "auto".',
     ]
-
-
-@pytest.mark.parametrize(
-    ("run", "fix"),
-    [
-        (BY_LAUNCHER[2][0], "one of the values that it names, in "),
-        (Run(f"{BASELINE} --report_to tensorbord"), "one of the values that it names, or leave it out"),
-        (Run(f"{BASELINE} --fp16 --bf16"), "another value, or leave it out"),
-    ],
-)
-def test_a_fix_says_if_the_library_names_the_legal_values(run, fix, tmp_path, monkeypatch):
-    assert probe(run.resolve(tmp_path, monkeypatch))[0].fix.startswith(fix)
 
 
 def test_fp8_in_the_yaml_is_not_what_trainer_trains_under_deepspeed(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 from transformers import SchedulerType
 
 from recipes import legal
-from recipes.errors import UserError
 from recipes.run.command_line import coerce, with_flags
 from tests.support.runs import resolved
 
@@ -72,11 +71,6 @@ def test_flags_replace_those_of_a_command_line():
     argv = ["--global-batch-size=8", "--no_packing", "--lora_target_modules", "a", "b", "--seed", "1"]
     flags = {"global_batch_size": 4, "packing": None, "lora_target_modules": None, "fit": True}
     assert with_flags(argv, flags) == ["--seed", "1", "--global_batch_size", "4", "--fit", "true"]
-
-
-def test_a_key_that_is_written_twice_is_refused(config):
-    with pytest.raises(UserError, match="'learning_rate' twice"):
-        resolved(["--config", config("learning_rate: 1e-4\nseed: 1\nlearning_rate: 1e-5\n")])
 
 
 def test_a_setting_under_its_old_and_new_name_is_refused():

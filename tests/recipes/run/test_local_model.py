@@ -9,8 +9,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 from recipes.legal import models
-from recipes.run.local_model import damage, local_config, max_positions, text_config
-from tests.support.runs import weights
+from recipes.run.local_model import local_config, max_positions, text_config
 
 TASKS = ("causal_lm", "sequence_classification")
 TYPES = sorted(kind for kind in models.known_types() if any(models.model_class(kind, task) for task in TASKS))
@@ -59,20 +58,3 @@ def test_a_config_json_is_found_in_its_folder_or_by_its_own_name(tmp_path):
     assert local_config(str(file)) == local_config(str(tmp_path)) == {"model_type": "llama"}
     file.write_text("[]")
     assert local_config(str(tmp_path)) is local_config("somebody/model") is local_config(None) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (weights("a"), None),
-        (weights("a")[:-9], "is cut off, or not in the safetensors format"),
-        ("version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer to the file, not the file"),
-        ("", "is cut off, or not in the safetensors format"),
-        (None, "is missing"),
-    ],
-)
-def test_a_file_of_weights_that_cannot_be_loaded_has_a_reason(content, what, tmp_path):
-    file = tmp_path / "model.safetensors"
-    if content is not None:
-        file.write_bytes(content.encode())
-    assert (damage(file) or (None, ""))[0] == what

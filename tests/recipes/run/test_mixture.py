@@ -33,14 +33,14 @@ def test_several_names_on_a_command_line_are_a_mixture():
 
 
 WRONG = {
-    "no parts": ("[]", "empty list"),
+    "no parts": ("[]", "at least one part"),
     "a number": ("[a, 3]", "takes names, or entries with name, weight"),
     "a misspelt field": ("[{name: a, wight: 2}]", "entries with name, weight, split, config, columns, got"),
-    "no name": ("[{weight: 2}]", "takes texts for a part's name"),
+    "no name": ("[{weight: 2}]", "takes names, or entries with name"),
+    "a number as its split": ("[{name: a, split: 3}]", "takes texts for a part's name"),
     "a weight of nothing": ("[{name: a, weight: 0}]", "takes a weight above 0, got 0 for a"),
-    "a weight for one alone": ("[{name: a, weight: 2}, b]", "none for b"),
-    "columns that are a list": ("[{name: a, columns: [x]}]", "takes columns as {its name: new name}"),
-    "two columns of one name": ("[{name: a, columns: {x: text, y: text}}]", "takes columns as"),
+    "a weight for one alone": ("[{name: a, weight: 2}, b]", "weights for all parts or for none"),
+    "columns that are a list": ("[{name: a, columns: [x]}]", "columns as name: new name"),
 }
 
 

@@ -43,8 +43,8 @@ BUDGETS = {
     "recipes/legal": 500,
     "recipes/run": 2020,
     "recipes/rules": 2400,
-    "recipes/planner": 3310,
-    "recipes/scaling": 1410,
+    "recipes/planner": 3170,
+    "recipes/scaling": 1340,
     "launch": 550,
     "launch/commands": 1390,
     "launch/data": 2650,
@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1540,
     "launch/jobs": 1620,
     "launch/output": 1760,
-    "launch/scaling": 1030,
+    "launch/scaling": 1010,
     "launch/training": 2500,
 }
 

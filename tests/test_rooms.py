@@ -44,7 +44,7 @@ BUDGETS = {
     "recipes/run": 1910,
     "recipes/rules": 2400,
     "recipes/planner": 3170,
-    "recipes/scaling": 1330,
+    "recipes/scaling": 1340,
     "launch": 540,
     "launch/commands": 1540,
     "launch/data": 2190,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log, sqrt
+from math import log, prod, sqrt
 from statistics import median
 
 from recipes.scaling.noise import of_median, scatter, together
@@ -38,10 +38,9 @@ _OF_EVERY_STEP = ("communication", "contention", HIDDEN, "work", "straggler")
 
 @dataclass(frozen=True)
 class Cause:
-    """Seconds by which a step of `step` seconds gets shorter if one of `CAUSES` alone is mended.
+    """Time that a step of `step` seconds loses to one of `CAUSES`; of HIDDEN, at most.
 
-    Of HIDDEN, at most. `uncertain`: by how many seconds the repeats leave it open; 0 for a single
-    row.
+    `uncertain`: by how many seconds the repeats leave it open; 0 for a single row.
     """
 
     key: str
@@ -271,12 +270,18 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None, left: float | None) -> list[Cause]:
-    """Causes against a reference are at most what is `left` of the lost time: they overlap with the
-    others, and the reference can be the slow process itself.
+    """Each factor's part of the time that they take together, by its logarithm: the parts add up.
+
+    Those against a reference are at most what is `left` of the lost time: the reference can be the
+    slow process itself.
     """
-    longest = row.no_sync_step_max or row.no_sync_step or share or 0.0
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
-    causes = [Cause(key, longest * (1 - 1 / times), step, evidence) for key, times, evidence in factors]
+    product = prod(times for _, times, _ in factors)
+    longest = row.no_sync_step_max or row.no_sync_step or share
+    if not longest or product <= 1:
+        return []
+    lost = longest * (1 - 1 / product)
+    causes = [Cause(key, lost * log(times) / log(product), step, evidence) for key, times, evidence in factors]
     referred = [cause for cause in causes if cause.key in AGAINST_A_REFERENCE]
     measured = [cause for cause in causes if cause not in referred]
     if left is None or not referred:

@@ -15,7 +15,7 @@ from launch.cli import main
 from launch.plots import new_figure
 from launch.scaling import report as scale_report
 from launch.scaling.report import file_stems, summary_csv
-from launch.scaling.words import commands, find, results, sections, step_parts, suggestions
+from launch.scaling.words import commands, find, sections, suggestions
 from recipes.errors import UserError
 from recipes.scaling.analyse import analyse
 from recipes.scaling.timings import Timing
@@ -239,12 +239,6 @@ def test_every_file_says_the_same(unpictured, tmp_path):
     assert len(section.sentences) == 4 and all(one in text and one in page for one in section.sentences)
     (*_, last) = csv.DictReader(io.StringIO(summary_csv(found)))
     assert (last["band"], last["slower_than"], last["best_size"]) == ("negative scaling", "4", "4")
-
-
-def test_a_table_names_what_was_timed_and_leaves_out_what_was_not_measured():
-    rows = [Timing(world, 10 / world, samples=100, timed="20 steps") for world in (1, 2)]
-    assert "20 steps (s)" in results(find(rows).series[0]).cells
-    assert [*step_parts(find([Timing(1, 10)]).series[0]).cells] == ["processes"]
 
 
 def test_negative_scaling_is_marked_and_named_once(monkeypatch):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from transformers import AutoConfig, BloomConfig, GPT2Config, GPTNeoXConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, GPT2Config, GPTNeoXConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from recipes.planner.fits import Estimator
 from recipes.planner.kernels import _math, kernel_of
@@ -94,14 +94,6 @@ def test_eager_attention_is_planned_as_what_it_keeps(config, case):
     matrix = case.batch * config.num_attention_heads * case.length**2 * 4
     assert 0.98 * real < peak(traced) < 1.02 * (real + matrix)
     assert peak(trace(config, replace(case, on_cuda=False))) == pytest.approx(real, rel=0.02)
-
-
-@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
-def test_each_layer_keeps_its_own_copy_of_the_padding_mask(dtype, width):
-    layers, batch, length = 2, 2, 256
-    config = LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4})
-    padded, packed = (peak(trace(config, Case(batch, length, dtype=dtype, mask=mask))) for mask in (True, False))
-    assert padded - packed == pytest.approx(batch * length * length * layers * width, rel=0.05)
 
 
 def test_dropout_keeps_a_byte_for_each_element():
@@ -227,9 +219,3 @@ def test_a_trace_of_adapters_keeps_what_the_real_model_keeps(mixed, four_bits, d
 def test_a_plan_says_what_it_leaves_out_and_which_attention_is_not_a_fused_one(flags, config, said):
     notes = " ".join(alone("--max_length", "64", *flags.split(), config=config).notes)
     assert said in notes if said else not notes
-
-
-def test_a_configuration_that_names_its_attention_is_planned_with_it(tmp_path):
-    GROUPED.save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path, attn_implementation="eager")
-    assert "eager" in " ".join(alone("--max_length", "128", config=config).notes)

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.planner.measured import context_of, file_in
 from recipes.run.hardware import Gpu, Hardware
-from tests.recipes.planner.small import planned, run_of
+from tests.recipes.planner.small import run_of
 
 MIB = 2**20
 
@@ -57,9 +57,3 @@ def test_of_several_measurements_here_that_of_as_many_processes_and_of_this_torc
 @pytest.mark.parametrize("content", ["[", '{"context": 3}', [{"card": "A100 80GB", "bytes": "many"}]])
 def test_a_damaged_file_counts_as_not_measured(content, measured):
     assert context("NVIDIA A100-SXM4-80GB", measured(content)).bytes == 426 * MIB
-
-
-def test_the_plan_holds_the_context_and_where_it_comes_from():
-    plan = planned(gpu="T4", recipe="standard")
-    assert plan.recipes[0].components.context == plan.context.bytes
-    assert plan.context.source.startswith("as others read it on T4 (")

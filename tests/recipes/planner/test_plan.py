@@ -82,12 +82,6 @@ def test_one_gpu_is_never_recommended_to_share_with_nobody():
     assert planned(num_processes=1, recipe="sharded").recommended == "sharded"
 
 
-def test_a_recipe_that_needs_more_ram_than_a_node_has_does_not_fit():
-    run = run_of("memory", "--max_length", "64")
-    enough, too_little = (Planner(TINY, 8 << 30, host).best(run) for host in (1 << 30, 1 << 10))
-    assert enough.fits and too_little.fits_gpu and not too_little.fits
-
-
 # --- Evaluations ----------------------------------------------------------------------------------
 
 WIDE = LlamaConfig(

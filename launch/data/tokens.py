@@ -47,7 +47,7 @@ from launch.host.files import flush, write_whole
 from launch.host.signals import end_with_parent, ending_children
 from launch.terminal import console
 from recipes import __version__
-from recipes.errors import Failure
+from recipes.errors import Failure, mistake
 from recipes.mixture import Part
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
@@ -232,7 +232,11 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not is_first:
         time.sleep(1)  # the first rank begins, so that it is the one that reports
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"the tokens cannot be kept in {folder}: {error.strerror}"
+        raise mistake("HF_HOME", what, "HF_HOME in the environment, with a writable folder") from None
     lock = FileLock(folder / "lock")
     try:
         lock.acquire(timeout=1)

@@ -106,6 +106,7 @@ _NO_SHARED_MEMORY = ("out of shared memory", "unable to allocate shared memory",
 # torch's words when `end_workers_that_cannot_send` has ended a worker.
 _WORKER_ENDED = re.compile(r"exited unexpectedly with exit code (\d+)\.")
 _FEW_FILES = (errno.EMFILE, errno.ENFILE)
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # of inodes too: `df -i`
 
 
 class StorageFailure(NamedTuple):
@@ -127,13 +128,16 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> Storage
             return StorageFailure("/dev/shm is full", "Make it larger or take --dataloader_num_workers 0")
         if code:
             return StorageFailure(os.strerror(code), "Run `ulimit -n 4096`")
+        file, refused = getattr(failed, "filename", None), getattr(failed, "errno", None)
+        if file and refused in (*_FULL, errno.EROFS) and not isinstance(error, UserError):
+            what = f"{os.fsdecode(file)} cannot be written: {os.strerror(refused)}"
+            return StorageFailure(what, "Make room there, or set HF_HOME if it is a cache")
     if folder and folder.exists() and not isinstance(error, UserError):
         try:
             require_writable(folder, size=2**20)  # a full disk may still take a byte
         except OSError as refusal:
-            is_full = refusal.errno in (errno.ENOSPC, errno.EDQUOT)  # of inodes too (`df -i`)
             what = f"{folder} cannot be written any more: {refusal.strerror}"
-            return StorageFailure(what, "Make room" if is_full else "Make it writable")
+            return StorageFailure(what, "Make room" if refusal.errno in _FULL else "Make it writable")
     return None
 
 

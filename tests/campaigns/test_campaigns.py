@@ -267,7 +267,7 @@ def test_a_short_campaign_finds_nothing(words, ends):
 def test_a_product_that_never_checks_whose_checkpoint_it_is_does_not_pass(tmp_path):
     for name in ("recipes", "launch", "tests", "accelerate_configs", "azureml"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    product = tmp_path / "launch" / "output" / "manifest.py"
+    product = tmp_path / "launch" / "output" / "checkpoints.py"
     checked = 'return run is not None and writer is not None and writer["id"] != run["id"]'
     assert checked in product.read_text()
     product.write_text(product.read_text().replace(checked, "return False"))

@@ -145,43 +145,42 @@ def open_streams(run: Settings, part: Part, commit: str | None, shards: int = 1)
 
     Rows that lie on the disk as Arrow tables get so many `shards`; others have their own.
     """
-    found, commit = _open(run, part, commit)
     splits = {}
-    for name, rows in found.items():
+    for name, rows in _open(run, part, commit).items():
         if isinstance(rows, Dataset):
             rows = rows.to_iterable_dataset(max(1, min(shards, len(rows))))
         splits[name] = rows.with_format("arrow")
     return Streams(part, splits, commit)
 
 
-def _open(run: Settings, part: Part, commit: str | None) -> tuple[Mapping, str | None]:
-    """The splits of a part, as rows on the disk or as streams, and the commit of the Hub."""
+def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
+    """The splits of a part, as rows on the disk or as streams."""
     name, config = part.name, part.config or run["dataset_config"]
     if not name:
-        return demo_splits(run), None
+        return demo_splits(run)
     if not (paths := paths_of(name)):
         return _open_hub(name, config, commit)
     path = paths[0]
     try:
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():  # save_to_disk wrote it
             saved = datasets.load_from_disk(str(path))
-            return saved if isinstance(saved, DatasetDict) else {"train": saved}, None
+            return saved if isinstance(saved, DatasetDict) else {"train": saved}
         if path.is_dir():
-            return datasets.load_dataset_builder(str(path), config).as_streaming_dataset(), None
+            return datasets.load_dataset_builder(str(path), config).as_streaming_dataset()
         kind = str(file_kind(path))
         options = {"encoding": "utf-8-sig"} if kind == "text" else {}  # or the mark stays in the first line
         # Absolute and escaped: the library takes brackets for a pattern, `a:` for an address.
         files = [glob.escape(str(file.absolute())) for file in paths]
-        return datasets.load_dataset_builder(kind, data_files=files, **options).as_streaming_dataset(), None
+        return datasets.load_dataset_builder(kind, data_files=files, **options).as_streaming_dataset()
     except Exception as error:  # parsers raise anything, and always about these files or this folder
         raise unreadable(name, error) from None
 
 
-def _open_hub(name: str, config: str | None, commit: str | None) -> tuple[Mapping, str | None]:
+def _open_hub(name: str, config: str | None, commit: str | None) -> Mapping:
     try:
         if commit is not None:
-            return datasets.load_dataset(name, config, revision=commit, streaming=True), commit
-        return datasets.load_dataset(name, config), None  # out of reach: in the library's own cache
+            return datasets.load_dataset(name, config, revision=commit, streaming=True)
+        return datasets.load_dataset(name, config)  # out of reach: in the library's own cache
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # No such configuration, or one must be chosen: the library lists them.
         if isinstance(error, ValueError) and "config" in str(error).lower():

@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/jobs": 1620,
     "launch/output": 1760,
     "launch/scaling": 1030,
-    "launch/training": 2310,
+    "launch/training": 2270,
 }
 
 

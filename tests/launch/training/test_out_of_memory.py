@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from launch.host import memory
-from launch.host.memory import Shortage
-from launch.training.failure import next_attempt, other_ways, shortage_in_words
+from launch.training.failure import next_attempt, other_ways
 from recipes.run import here, resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import ROOT, launch_quickly, losses, run
@@ -43,8 +42,8 @@ def test_it_says_what_was_short_and_which_attempt_is_next(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "8", "--memory_limit", str(AMONG_8)]
     outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory") and "Traceback" not in outcome.output
-    assert re.search(r"^out of memory after step 5: asked for [\d.]+ \wiB", outcome.output, flags=re.M), outcome.output
-    assert re.search(r"^measured  ([\d.]+) (\wiB) at most.*, limited to 1.63 GiB$", outcome.output, flags=re.M)
+    assert "out of memory after step 5: " in outcome.output
+    assert re.search(r"^measured  [\d.]+ \wiB at most$", outcome.output, flags=re.M)
     assert f"saved     {tmp_path / 'checkpoint-5'}" in outcome.output
     assert "4 x 2 x 1 = 8, the same global batch, from that checkpoint: the same command with " in outcome.output
 
@@ -105,41 +104,23 @@ def test_an_attempt_neither_starts_over_nor_fits_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "processes", "ways"),
+    ("recipe", "ways"),
     [
-        ("fast", 1, "--gradient_checkpointing true, --recipe memory with another --output_dir"),
-        ("fast", 2, "--gradient_checkpointing true, --recipe sharded with another --output_dir"),
-        ("sharded", 2, "--gradient_checkpointing true, --recipe memory with another --output_dir"),
-        ("memory", 2, "--recipe memory_zero3 with another --output_dir"),
-        ("memory_zero3", 1, "more GPUs, or a shorter --max_length"),
+        ("fast", "--gradient_checkpointing true, --recipe memory with another --output_dir"),
+        ("memory", "--recipe memory_zero3 with another --output_dir"),
+        ("memory_zero3", "a shorter --max_length"),
     ],
 )
-def test_beyond_the_attempts_another_engine_takes_less_from_the_start(recipe, processes, ways):
-    hardware = Hardware((Gpu("A", (8, 0), 80 << 30),) * processes, cores=8)
-    run = resolve(["--recipe", recipe], here(processes, hardware=hardware, environment={}))
-    assert other_ways(run).startswith(ways)
+def test_beyond_the_attempts_another_engine_takes_less_from_the_start(recipe, ways):
+    hardware = Hardware((Gpu("A", (8, 0), 80 << 30),), cores=8)
+    assert other_ways(resolve(["--recipe", recipe], here(hardware=hardware, environment={}))).startswith(ways)
 
 
 # --- How it is recognised ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("allocate", "asked"),
-    [(lambda: torch.empty(1 << 60, dtype=torch.uint8), 1 << 60), (lambda: bytearray(1 << 60), None)],
-)
-def test_failures_to_allocate_are_known(allocate, asked):
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60)])
+def test_failures_to_allocate_are_known(allocate):
     with pytest.raises((RuntimeError, MemoryError)) as raised:
         allocate()
-    assert memory.ran_out(raised.value) and memory.shortage(raised.value).asked_bytes == asked
-
-
-def test_what_cuda_says_is_read():
-    """As torch 2.13 words it, without and with a limit of the process."""
-    said = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
-        "free. Process 1 has 77.60 GiB memory in use. {}Of the allocated memory 70.00 GiB is allocated by PyTorch, and "
-        "6.00 GiB is reserved by PyTorch but unallocated."
-    )
-    free, limited = (torch.OutOfMemoryError(said.format(limit)) for limit in ("", "76.50 GiB allowed; "))
-    assert memory.ran_out(free) and memory.shortage(free) == Shortage(2 << 30, 3 << 29)
-    assert shortage_in_words(memory.shortage(limited)) == "asked for 2.00 GiB, 512.0 MiB was free"
+    assert memory.ran_out(raised.value)

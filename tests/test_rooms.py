@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/jobs": 1470,
     "launch/output": 1640,
     "launch/scaling": 1010,
-    "launch/training": 2320,
+    "launch/training": 2290,
 }
 
 

@@ -110,7 +110,6 @@ FIELDS = {
     "num_parameters": "parameters of the model",
     "first_loss": "the first logged loss",
     "final_loss": "the last logged loss",
-    "per_class": "of a classifier, class -> precision, recall, F1 and examples in the evaluation of its saved model",
     "step_time": "seconds of a steady step",
     "step_time_off": "seconds by which that may be off, as far as stretches of the run differ",
     "exchanges_per_step": "how often processes exchange gradients in an optimizer step",

@@ -1,4 +1,4 @@
-"""What a person reads: --help, the banner before the first step, the results at the end.
+"""The words of a training: --help, the banner before the first step, the results at the end.
 
 Imports nothing heavy: `train.py --help` answers at once.
 """
@@ -72,8 +72,8 @@ def train_help() -> str:
 
 
 def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Console) -> None:
-    """What is about to train: the run, the model and data as loaded, and the first example. In it
-    what is learned stands between « and ».
+    """Print the run that is about to train, its model and data as loaded, and the first example. In
+    it the tokens that are learned stand between « and ».
     """
     from launch.data.shown import shortened, shown_examples
     from launch.training.model import has_batch_norm, parameter_count
@@ -116,7 +116,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
 
 
 def batch(run: RunSpec) -> str:
-    """How the global batch is split, and over what if that is not every process of the world."""
+    """The split of the global batch, over groups of processes if they share examples."""
     split, sharing = run.batch, run.engine.parallelism.sharing
     over = "world" if sharing == 1 else "data-parallel"
     words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
@@ -136,7 +136,7 @@ def precision(run: RunSpec) -> str:
 
 
 def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
-    """What the output folder already holds, and what that means for this run."""
+    """Print what the output folder already holds, and what that means for this run."""
     for note in earlier.notes:
         print_note(note, out)
     if earlier.finished:
@@ -217,7 +217,7 @@ def _next_commands(run: RunSpec) -> Iterable[str]:
 
 
 def _which_model(results: Json, run: RunSpec) -> str:
-    """Which step's weights were saved, and why."""
+    """The step of the saved weights, and the reason."""
     step, last = results["model_step"], results["global_step"]
     metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
     if results["best_step"] == step:

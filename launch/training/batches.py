@@ -1,4 +1,4 @@
-"""Which examples come next and which of them a batch holds, also after a resume in mid-stream."""
+"""The order of the examples and those that a batch holds, also after a resume in mid-stream."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def tokens_of(batch: Mapping[str, torch.Tensor], padding_free: bool) -> torch.Te
 
 @dataclass
 class Places:
-    """Where the workers of a rank resume in a stream, at the very next example, and which is next.
-    `round` is that of a new start.
+    """The places in a stream at which the workers of a rank resume, each at the very next example,
+    and the worker whose turn it is. `round` is that of a new start.
 
     Trainer would read all that was trained once more, and rank 0 would tokenize for all ranks. Its
     loader is ahead of the training, by a batch and by what each worker prepares. So a batch carries

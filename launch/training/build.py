@@ -82,7 +82,7 @@ def build_trainer(
         eval_dataset=data.eval,
         data_collator=data.collator_for(model.config._attn_implementation),
         processing_class=tokenizer,
-        compute_metrics=Metrics(kind, data.labels or ()) if kind else None,
+        compute_metrics=Metrics(kind) if kind else None,
         compute_loss_func=MeanOverExamples(kind, args.label_smoothing_factor) if kind else None,
         callbacks=[StopOnNotANumber(), Progress(run, out)],
         run=run,

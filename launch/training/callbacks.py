@@ -264,8 +264,8 @@ def _due(state: TrainerState, control: Any) -> str:
 
 
 def _counted(profiler: profile) -> tuple[int, int, int]:
-    """What this process sent in a step, as the process group recorded it: the passes that exchanged
-    gradients, the collectives and their bytes.
+    """The passes of a step in which this process exchanged gradients, its collectives and their
+    bytes, as the process group recorded them.
 
     A reduce inside a backward pass exchanges gradients; what is gathered or broadcast are
     parameters, buffers and counts.

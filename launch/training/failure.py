@@ -98,7 +98,7 @@ def _is_reporter(world: World) -> bool:
 
 
 def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailure | None:
-    """What the machine did to a file. A parser's error can also be the user's mistake."""
+    """The machine's part in an error of a file. A parser's error may also be the user's mistake."""
     if isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, Exception):
         return None
     if isinstance(error, UserError) and error.problems[0].subject == "output_dir":
@@ -195,12 +195,7 @@ def _is_first(run: RunSpec) -> bool:
 
 
 def _explanation(run: RunSpec, peak: int, checkpoint: str | None, attempt: Json | None) -> list[str]:
-    of_whom = "reserved on the GPU" if run.hardware.cuda else "the whole process, libraries included"
-    limited = f", limited to {memory_size(round(run['memory_limit'] * 1e9))}" if run["memory_limit"] else ""
-    lines = [
-        f"measured  {memory_size(peak)} at most until then ({of_whom}){limited}",
-        f"saved     {checkpoint or 'no checkpoint yet'}",
-    ]
+    lines = [f"measured  {memory_size(peak)} at most", f"saved     {checkpoint or 'no checkpoint yet'}"]
     if attempt is None:
         return [*lines, f"next      {other_ways(run)}"]
     micro = attempt["per_device_train_batch_size"]
@@ -208,11 +203,8 @@ def _explanation(run: RunSpec, peak: int, checkpoint: str | None, attempt: Json 
     start = "from that checkpoint" if checkpoint else "from the start"
     without = [f"--{name}" for name, value in attempt.items() if value is None]
     command = f"the same command with {shlex.join(with_flags([], attempt))}"
-    return [
-        *lines,
-        f"next      {batch}, the same global batch, {start}: {' without '.join([command, *without])}",
-        f"then      {other_ways(run, 'gradient_checkpointing' in attempt)}",
-    ]
+    next_ = f"{batch}, the same global batch, {start}: {' without '.join([command, *without])}"
+    return [*lines, f"next      {next_}"]
 
 
 def next_flags(folder: Path) -> Json | None:
@@ -232,7 +224,7 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     ]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
-    # What prevents a resume from the newest checkpoint is left out, or overridden if a file has it.
+    # Flags that prevent a resume from the newest checkpoint go; a file's are overridden.
     resumed = {
         name: None if run.setting(name).source == COMMAND_LINE else value
         for name, value in {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}.items()
@@ -248,20 +240,10 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     return None
 
 
-def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
-    """What takes less memory but is another training or needs another engine, in words.
-
-    `checkpointed`: the next attempt computes activations again, so gradient checkpointing is not
-    proposed once more.
-    """
-    checkpointing = "" if checkpointed or run["gradient_checkpointing"] else "--gradient_checkpointing true, "
-    if not run.hardware.cuda:  # offloading needs RAM, which is what ran out
-        return f"{checkpointing}a shorter --max_length, or more memory"
-    another = "with another --output_dir, since its checkpoints have another format"
-    if run.world_size > 1 and run.engine.kind not in ("deepspeed", "fsdp"):
-        return f"{checkpointing}--recipe sharded {another}, then memory and memory_zero3"
-    if run.engine.kind != "deepspeed":
-        return f"{checkpointing}--recipe memory {another}, then memory_zero3"
-    if run.engine.zero_stage < 3:
-        return f"{checkpointing}--recipe memory_zero3 {another}"
-    return f"{checkpointing}more GPUs, or a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
+def other_ways(run: RunSpec) -> str:
+    """Changes that take less memory but train something else or on another engine, in words."""
+    ways = [] if run["gradient_checkpointing"] else ["--gradient_checkpointing true"]
+    if run.hardware.cuda and (run.engine.kind != "deepspeed" or run.engine.zero_stage < 3):
+        recipe = "memory_zero3" if run.engine.kind == "deepspeed" else "memory"
+        ways.append(f"--recipe {recipe} with another --output_dir, since its checkpoints have another format")
+    return ", ".join([*ways, "a shorter --max_length, or more memory (`recipes plan` ranks what helps)"])

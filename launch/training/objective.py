@@ -1,9 +1,10 @@
-"""What a classifier minimises, and the metrics that say how good it is."""
+"""The loss of a classifier, and the metrics that say how good it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch
 from torch.nn import functional
 
 from launch.data.batches import IGNORED
-from recipes.run.metrics import PER_CLASS
 
 
 @dataclass(frozen=True)
@@ -66,44 +66,31 @@ def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Metrics:
-    """For `Trainer(compute_metrics=...)`: those of `recipes.run.metrics`, from scikit-learn.
-
-    `per_class` is a table of its own, of the classes that occur in the data or in the predictions.
-    """
+    """For `Trainer(compute_metrics=...)`: those of `recipes.run.metrics`, from scikit-learn."""
 
     problem_type: str
-    names: Sequence[str]
 
-    def __call__(self, prediction) -> dict[str, Any]:
+    def __call__(self, prediction) -> dict[str, float]:
         logits, labels = _joined(prediction.predictions), _joined(prediction.label_ids)
         if self.problem_type == "regression":
             return _of_numbers(logits, labels.reshape(logits.shape))
         if self.problem_type == "multi_label_classification":
-            return self._of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # 0: as likely as not
-        return self._of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
+            return _of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # 0: as likely as not
+        return _of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
 
-    def _of_classes(self, predicted: np.ndarray, right: np.ndarray, averages: tuple[str, ...]) -> dict[str, Any]:
-        from sklearn.metrics import accuracy_score, classification_report
 
-        known = range(len(self.names)) if right.ndim == 2 else np.unique([predicted, right])
-        # Of a class without examples or predictions all is 0, without a warning.
-        figures: dict[str, Any] = classification_report(
-            right,
-            predicted,
-            labels=list(known),
-            target_names=[str(number) for number in known],  # no class can be called `macro avg`
-            output_dict=True,
-            zero_division=0.0,
-        )
-        return {
-            "accuracy": float(accuracy_score(right, predicted)),
-            **{f"f1_{how}": figures[f"{how} avg"]["f1-score"] for how in averages},
-            "precision_macro": figures["macro avg"]["precision"],
-            "recall_macro": figures["macro avg"]["recall"],
-            "per_class": {
-                self.names[number]: dict(zip(PER_CLASS, figures[str(number)].values(), strict=True)) for number in known
-            },
-        }
+def _of_classes(predicted: np.ndarray, right: np.ndarray, averages: tuple[str, ...]) -> dict[str, float]:
+    from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+
+    # Of a class without examples or predictions all is 0, without a warning.
+    figures = partial(precision_recall_fscore_support, right, predicted, zero_division=0.0)
+    precision, recall, *_ = figures(average="macro")
+    return {
+        "accuracy": float(accuracy_score(right, predicted)),
+        **{f"f1_{how}": float(figures(average=how)[2]) for how in averages},
+        "precision_macro": float(precision),
+        "recall_macro": float(recall),
+    }
 
 
 def _of_numbers(predicted: np.ndarray, right: np.ndarray) -> dict[str, float]:

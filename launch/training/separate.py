@@ -1,10 +1,11 @@
-"""Whether a model keeps the examples of a packed or padding-free row apart. It is tried: the source
-does not tell. OPT takes position_ids and lets every token see all before it, and layers with a
-state (Mamba, Jamba, LFM2) carry it on, whatever the mask.
+"""The proof that a model keeps the examples of a packed or padding-free row apart.
+
+It is tried, as the source does not tell. OPT takes position_ids and lets every token see all before
+it, and layers with a state (Mamba, Jamba, LFM2) carry it on, whatever the mask.
 
 A narrow twin with random weights is tried: the model's own are sharded under ZeRO-3, repacked in
-4 bits, and FlashAttention has no version for a CPU. There is no threshold: what the second example
-says is differentiated by the embeddings of the first one, and any number but 0 is a leak.
+4 bits, and FlashAttention has no version for a CPU. There is no threshold: the gradient of the
+second example's outputs by the embeddings of the first is taken, and any number but 0 is a leak.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
 
 
 def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> bool | None:
-    """What a narrow model of the same configuration does. None if transformers makes none."""
+    """As `_mixes`, of a narrow model of the same configuration. None if transformers makes none."""
     if kind is None:  # its code comes with its weights
         return None
     attention = run["attn_implementation"] or config._attn_implementation or ""

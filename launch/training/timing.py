@@ -240,9 +240,6 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         **peak_memory(),
         "log_history": state.log_history,
     }
-    evaluated = trainer.model_step if trainer.model_step in trainer.per_class else state.global_step
-    if per_class := trainer.per_class.get(evaluated):
-        entries["per_class"] = per_class
     if not steps:
         entries["train_loss"] = None  # Trainer says 0: an earlier start has trained all of it
     if timing.step_time:

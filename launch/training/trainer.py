@@ -36,7 +36,7 @@ from launch.training.objective import countable, filler
 from recipes.errors import Failure, mistake, one_line
 from recipes.run import Settings
 
-# What a checkpoint of another model, or a damaged one, may raise while it is loaded.
+# Errors that a checkpoint of another model, or a damaged one, may raise while it is loaded.
 _MISFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -75,7 +75,6 @@ class RecipeTrainer(CommittingTrainer):
             # renames them, remote code has its own: such a model would learn to repeat each token.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
-        self.per_class: dict[int, dict[str, dict[str, float]]] = {}  # step -> class -> figures
         if run is not None:
             apply_ddp_settings(self, run)
         if self.accelerator.is_fsdp2 and (policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy):
@@ -219,7 +218,6 @@ class RecipeTrainer(CommittingTrainer):
         self._evaluated = [0.0, 0.0]
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums, self._evaluated = torch.tensor(self._evaluated, dtype=torch.float64, device=self.args.device), None
-        self.per_class[self.state.global_step] = output.metrics.pop(f"{metric_key_prefix}_per_class", {})
         if self._items is not None:
             # With `average_tokens_across_devices` they are the items of all ranks, or of this one.
             total, items = self.accelerator.reduce(sums, "mean").tolist()

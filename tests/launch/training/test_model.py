@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from launch.data.demo import demo_tokenizer
-from launch.training.model import load_tokenizer, with_model
+from launch.training.model import has_batch_norm, load_tokenizer, require_batches_for_batch_norm, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from tests.support.models import CLASSES, LANGUAGE, SMALL, load, loss_of, problem, run_with, save, trainable
@@ -151,6 +151,37 @@ def test_weights_that_are_missing_are_noted_and_a_new_head_is_not(folder, capsys
     load(run_with(str(folder)))
     said = " ".join(capsys.readouterr().out.split())
     assert "lacks model.layers.1.mlp.up_proj.weight: random values to start with" in said
+
+
+# --- BatchNorm ------------------------------------------------------------------------------------
+
+NORMED = torch.nn.Sequential(torch.nn.Embedding(260, 8), torch.nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "examples", "world", "refused"),
+    [
+        ({"per_device_train_batch_size": 1}, 8, "1", "per_device_train_batch_size"),
+        ({"per_device_train_batch_size": 4}, 9, "1", "dataloader_drop_last"),
+        ({"per_device_train_batch_size": 4}, 9, "2", None),  # accelerate fills the last batch up
+        ({"per_device_train_batch_size": 4}, 8, "1", None),
+        ({"per_device_train_batch_size": 4, "dataloader_drop_last": True}, 9, "1", None),
+        ({"per_device_train_batch_size": 4, "max_steps": 2}, 9, "1", None),
+    ],
+)
+def test_a_lone_example_is_refused(chosen, examples, world, refused, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    run = run_with(task="sequence_classification", global_batch_size=4, **chosen)
+    require_batches_for_batch_norm(run, torch.nn.Linear(2, 2), examples)
+    if refused is None:
+        require_batches_for_batch_norm(run, NORMED, examples)
+        return
+    with pytest.raises(UserError, match=f"{refused}: .* BatchNorm needs 2"):
+        require_batches_for_batch_norm(run, NORMED, examples)
+
+
+def test_several_processes_are_advised_unless_they_share_their_means():
+    assert has_batch_norm(NORMED) and not has_batch_norm(torch.nn.SyncBatchNorm.convert_sync_batchnorm(NORMED))
 
 
 # --- Adapters ------------------------------------------------------------------------------------

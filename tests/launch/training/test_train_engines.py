@@ -1,6 +1,5 @@
-"""Every engine trains on CPU ranks what one process trains, and saves one whole model.
-
-FSDP trains there too (tests/support/fsdp_on_cpu.py).
+"""DeepSpeed, tensor parallelism and replicas of shards train on CPU ranks what one process trains,
+and save one whole model. DDP is in test_same_training.py, FSDP2 in test_sharded.py.
 """
 
 import json
@@ -10,6 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.launch.training.test_every_recipe import NEEDS_COMPILER
 from tests.support.running import ROOT, launch, launch_quickly, losses, model_flags, train_here
+
+pytestmark = pytest.mark.slow
 
 # Two epochs whose last global batch is not full, with evaluations.
 UNEVEN = (
@@ -28,19 +29,13 @@ parallelism_config:
   parallelism_config_dp_shard_size: 2
 """
 ENGINES = [  # its title in the record, the recipe or an engine from above, and the processes
-    ("DDP", "standard", 2),
-    *(
-        pytest.param(*case, marks=[pytest.mark.slow, *(NEEDS_COMPILER * case[1].startswith("memory"))])
-        for case in (
-            ("DeepSpeed ZeRO-2, optimizer offload", "memory", 2),
-            ("DeepSpeed ZeRO-3, optimizer and parameter offload", "memory_zero3", 2),
-            ("DeepSpeed ZeRO-2", "ZeRO-2", 2),
-            ("DeepSpeed ZeRO-3", "ZeRO-3", 2),
-            ("tensor parallel", "tensor parallel", 2),
-            ("tensor parallel", "tensor parallel", 4),
-            ("2 replicas of 2 shards", "sharded", 4),
-        )
-    ),
+    pytest.param("DeepSpeed ZeRO-2, optimizer offload", "memory", 2, marks=NEEDS_COMPILER),
+    pytest.param("DeepSpeed ZeRO-3, optimizer and parameter offload", "memory_zero3", 2, marks=NEEDS_COMPILER),
+    ("DeepSpeed ZeRO-2", "ZeRO-2", 2),
+    ("DeepSpeed ZeRO-3", "ZeRO-3", 2),
+    ("tensor parallel", "tensor parallel", 2),
+    ("tensor parallel", "tensor parallel", 4),
+    ("2 replicas of 2 shards", "sharded", 4),
 ]
 
 
@@ -72,7 +67,6 @@ def test_an_engine_trains_what_one_process_trains(title, engine, processes, one_
     assert sum(parameter.numel() for parameter in model.parameters()) == one_process.record["num_parameters"]
 
 
-@pytest.mark.slow
 @NEEDS_COMPILER[0]
 def test_a_memory_recipe_under_plain_torchrun_starts_its_own_engine(tiny_model, texts, tmp_path):
     flags = ["--recipe", "memory", *model_flags(tiny_model, texts), "--max_steps", "2"]
@@ -80,7 +74,6 @@ def test_a_memory_recipe_under_plain_torchrun_starts_its_own_engine(tiny_model, 
     assert outcome.record["engine"] == "DeepSpeed ZeRO-2, optimizer offload"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", [42, 36])
 def test_an_evaluation_weighs_every_token_the_same_however_ranks_share_them(end, tiny_model, texts, tmp_path):
     """Of ten examples the first rank has eight, the second two; of four, the second has none."""

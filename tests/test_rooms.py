@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1540,
     "launch/jobs": 1620,
     "launch/output": 1760,
-    "launch/scaling": 1010,
+    "launch/scaling": 1000,
     "launch/training": 2500,
 }
 

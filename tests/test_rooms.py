@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1340,
     "launch/jobs": 1470,
     "launch/output": 1640,
-    "launch/scaling": 1010,
+    "launch/scaling": 1000,
     "launch/training": 2290,
 }
 

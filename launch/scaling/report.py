@@ -60,9 +60,8 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[Path]:
     """Write the whole report and return its files; without matplotlib, all but the pictures.
 
-    Pictures are PNG, and in each of `formats` too.
-
-    Raises `UserError` if the folder cannot be written.
+    Pictures are PNG, and in each of `formats` too. Raises `UserError` if the folder cannot be
+    written.
     """
     drawn: dict[str, Picture] = {}
     note = "" if plots.installed() else _NO_PICTURES

@@ -121,10 +121,9 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if not file.stat().st_size:
         print("\nnothing was measured: every run failed", file=sys.stderr)
         return 1
-    title = found[-1].applied
-    for tried in applied(read([file])) if title else []:
-        if tried.title == title:
-            print(f"\n{title}: {tried.words}")
+    for tried in applied(read([file])):
+        if tried.title == found[-1].applied:
+            print(f"\n{tried.title}: {tried.words}")
     print(f"\nrecipes scale report {shlex.quote(str(file))} --output {shlex.quote(str(folder / 'report'))}")
     return 1 if failed else 0
 

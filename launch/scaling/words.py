@@ -70,19 +70,13 @@ def sections(found: Findings) -> list[Section]:
     """Those of the series, then what was tried."""
     every = []
     for series in found.series:
-        advice = [
-            (_advice_words(size, advice), commands(found, series, size, advice)) for size, advice in suggestions(series)
-        ]
+        suggested = [(size, advice) for size in series.sizes for advice in advise(size, series)]
+        advice = [(_advice_words(*one), commands(found, series, *one)) for one in suggested]
         every.append(Section(series.title, sentences.of(series), advice))
     if found.applied:
         tried = [f"At {one.num_processes}: {one.title}: {one.words}." for one in found.applied]
         every.append(Section("Advice that was tried: throughput after over throughput before", tried, []))
     return every
-
-
-def suggestions(series: Series) -> list[tuple[Size, Advice]]:
-    """The advice at each world size, the best first."""
-    return [(size, advice) for size in series.sizes for advice in advise(size, series)]
 
 
 def _advice_words(size: Size, advice: Advice) -> str:

@@ -15,7 +15,7 @@ from launch.cli import main
 from launch.plots import new_figure
 from launch.scaling import report as scale_report
 from launch.scaling.report import file_stems, summary_csv
-from launch.scaling.words import commands, find, sections, suggestions
+from launch.scaling.words import find, sections
 from recipes.errors import UserError
 from recipes.scaling.analyse import analyse
 from recipes.scaling.timings import Timing
@@ -128,9 +128,8 @@ def test_the_text_says_band_cause_law_numbers_and_advice(folder):
 
 
 def test_what_was_measured_here_can_be_tried_here():
-    found = find(ROWS, files=["my runs/timings.jsonl"])
-    series = found.series[2]
-    words = [commands(found, series, size, advice) for size, advice in suggestions(series)]
+    found = sections(find(ROWS, files=["my runs/timings.jsonl"]))[2]
+    words = [commands for _, commands in found.advice]
     tried = "recipes scale run --apply fewer --num_processes 4 --recipe standard --scaling strong --name bert"
     assert words == [["--num_processes 2", f"{tried} --output 'my runs'"]]
 

@@ -51,7 +51,7 @@ BUDGETS = {
     "launch/doctor": 1520,
     "launch/explain": 430,
     "launch/fit": 270,
-    "launch/host": 1340,
+    "launch/host": 1350,
     "launch/jobs": 1470,
     "launch/output": 1640,
     "launch/scaling": 1000,

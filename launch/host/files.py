@@ -128,9 +128,10 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> Storage
             return StorageFailure("/dev/shm is full", "Make it larger or take --dataloader_num_workers 0")
         if code:
             return StorageFailure(os.strerror(code), "Run `ulimit -n 4096`")
-        file, refused = getattr(failed, "filename", None), getattr(failed, "errno", None)
-        if file and refused in (*_FULL, errno.EROFS) and not isinstance(error, UserError):
-            what = f"{os.fsdecode(file)} cannot be written: {os.strerror(refused)}"
+        refused = getattr(failed, "errno", None)
+        if refused in (*_FULL, errno.EROFS) and not isinstance(error, UserError):
+            file = os.fsdecode(getattr(failed, "filename", None) or folder or "a file")
+            what = f"{file} cannot be written: {os.strerror(refused)}"
             return StorageFailure(what, "Make room there, or set HF_HOME if it is a cache")
     if folder and folder.exists() and not isinstance(error, UserError):
         try:

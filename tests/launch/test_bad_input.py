@@ -17,7 +17,8 @@ def assert_one_clear_line(outcome, expected):
     assert outcome.code == 2, outcome.output
     assert expected in outcome.output
     lines = outcome.output.strip().splitlines()
-    assert len([line for line in lines if not line.startswith("advice")]) == 1, outcome.output
+    others = [line for line in lines if not line.startswith("advice") and not line.endswith(" ...")]
+    assert len(others) == 1, outcome.output
 
 
 def test_the_message_names_the_source_of_a_wrong_value(tiny_model, texts, tmp_path):
@@ -37,8 +38,7 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
 
 def test_two_ranks_report_a_mistake_once(tiny_model, tmp_path):
     outcome = launch("--recipe", "fats", output=tmp_path, processes=2, config="standard.yaml")
-    ranks, _, launcher = outcome.output.partition("Traceback")
-    assert (ranks.count("there is no recipe"), launcher.count("there is no recipe")) == (1, 1), outcome.output
+    assert outcome.output.count("there is no recipe") == 1, outcome.output
 
 
 def test_two_ranks_report_a_mistake_in_the_data_once(tiny_model, tmp_path):

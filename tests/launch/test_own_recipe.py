@@ -39,8 +39,8 @@ def test_a_copy_of_it_is_a_configuration_that_names_it(capsys):
 
 def test_plan_recommends_it_under_the_name_that_the_flag_takes(capsys):
     assert main(["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml", "--max_length", "128"]) == 0
-    *_, command = capsys.readouterr().out.strip().splitlines()
-    program, action, *flags = command.partition(": ")[2].split()
+    (command,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  recipes train "))
+    program, action, *flags = command.split()
     assert (program, action) == ("recipes", "train") and "--recipe mine.yaml" in " ".join(flags)
     assert main(["check", *flags]) == 0
 
@@ -71,7 +71,7 @@ def test_a_job_on_azure_takes_the_files_of_a_recipe_along_from_the_current_folde
     tmp_path.joinpath("here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert main([*words, "../mine.yaml"]) == 2
-    assert "mine.yaml is not in the current folder" in capsys.readouterr().err
+    assert "mine.yaml is not a file in the current folder" in capsys.readouterr().err
 
 
 def test_a_training_records_it_and_its_file(tiny_model, texts, tmp_path):

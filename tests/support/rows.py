@@ -15,8 +15,10 @@ from recipes.run.hardware import Hardware
 
 
 def run_with(**chosen) -> RunSpec:
-    """A run on a CPU with these settings."""
-    return resolve([], here(hardware=Hardware(cores=2), environment={}), settings={"recipe": "baseline", **chosen})
+    """A run on a CPU with these settings. No model is read: a test brings its own tokenizer."""
+    named = {"model_name_or_path": "somebody/model"} if "dataset_name" in chosen else {}
+    settings = {"recipe": "baseline", **named, **chosen}
+    return resolve([], here(hardware=Hardware(cores=2), environment={}), settings=settings)
 
 
 def jsonl(tmp_path, rows, name="data.jsonl"):

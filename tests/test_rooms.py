@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1410,
     "launch": 550,
     "launch/commands": 1390,
-    "launch/data": 2190,
+    "launch/data": 2220,
     "launch/doctor": 1700,
     "launch/explain": 460,
     "launch/fit": 310,

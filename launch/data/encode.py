@@ -58,9 +58,18 @@ def formats(run: Settings, columns: Collection[str]) -> list[Format]:
     Texts come last, unless another column than the default was named: that one was asked for.
     """
     text = run["dataset_text_field"]
+    if run["task"] == "sequence_classification":
+        return [(text,)]
     others = [one for one in (IDS, *CHATS, COMPLETIONS, ALPACA) if text not in one]
     ordered = [*others, (text,)] if text == "text" else [(text,), *others]
     return [found for found in ordered if set(found) <= set(columns)]
+
+
+def takes_texts(run: Settings, features: Features, tokenizer) -> bool:
+    """True if a fast tokenizer takes the rows as they are: no template is rendered."""
+    known = formats(run, features)
+    completes = known == [COMPLETIONS] and getattr(features["prompt"], "dtype", None) in TEXT_TYPES
+    return tokenizer.is_fast and (completes or known == [(run["dataset_text_field"],)])
 
 
 def described(run: Settings, columns: Collection[str]) -> str:
@@ -79,12 +88,12 @@ def encode_rows(
 
     `first` is the number of the first row in its split, so that a mistake can name its row.
     """
+    known = formats(run, features)
     if run["task"] == "sequence_classification":
-        known: list[Format] = [(run["dataset_text_field"],)]
         for flag in ("dataset_text_field", "dataset_label_field"):
             if run[flag] not in features:
                 raise _no_column(flag, run[flag], features, f"--{flag} with one of them")
-    elif not (known := formats(run, features)):
+    elif not known:
         raise _no_format(run, features)
     columns = _in_python(rows.select(list({*chain(*known), *_BESIDE} & {*features})), features)
     found: list[Any] = []

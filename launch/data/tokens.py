@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from launch.data import sources
 from launch.data.batches import IGNORED
-from launch.data.encode import Tokens, encode_rows
+from launch.data.encode import Tokens, encode_rows, takes_texts
 from launch.host.files import flush, write_whole
 from launch.host.signals import end_with_parent, ending_children
 from launch.terminal import console
@@ -154,14 +154,16 @@ def in_order(
     tables: Iterable[tuple[pa.Table, Json]], encode: Encoder, first: int, workers: int
 ) -> Generator[tuple[pa.Table, Json]]:
     """The tokens of each table with its place, in their order; `first` is the number of the first
-    row. `multiprocessing.Pool.imap` would read all the data ahead, and wait for ever for a process
-    that the kernel has killed.
+    row. Texts are tokenized by the tokenizer's own threads: processes took half as much memory
+    again. Chats are by processes: templates are Python. `multiprocessing.Pool.imap` would read all
+    the data ahead, and wait for ever for a process that the kernel has killed.
     """
-    tables = iter(tables)
-    for table, place in itertools.islice(tables, 1 if workers > 1 else None):
-        yield encode(table, first), place  # here: little data starts no processes, and wrong data fails at once
-        first += len(table)
-    if workers == 1:
+    tables, alone = iter(tables), workers == 1 or takes_texts(encode.run, encode.features, encode.tokenizer)
+    with _threads(workers) if alone else contextlib.nullcontext():
+        for table, place in itertools.islice(tables, None if alone else 1):
+            yield encode(table, first), place  # so little data starts no processes, and wrong data fails at once
+            first += len(table)
+    if alone:
         return
     with ending_children():
         # Forked, so that the tokenizer is not copied.
@@ -182,6 +184,20 @@ def in_order(
             raise Failure(f"a process that tokenizes the data was killed; {fewer}") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """The tokenizer's threads, which `quiet_libraries` has turned off: it warns if a process with
+    such threads forks.
+    """
+    os.environ.setdefault("RAYON_NUM_THREADS", str(count))  # read once, when they start
+    before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 _encode: Encoder  # of a process of the pool

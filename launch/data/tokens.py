@@ -158,12 +158,16 @@ def in_order(
     again. Chats are by processes: templates are Python. `multiprocessing.Pool.imap` would read all
     the data ahead, and wait for ever for a process that the kernel has killed.
     """
-    tables, alone = iter(tables), workers == 1 or takes_texts(encode.run, encode.features, encode.tokenizer)
-    with _threads(workers) if alone else contextlib.nullcontext():
-        for table, place in itertools.islice(tables, None if alone else 1):
-            yield encode(table, first), place  # so little data starts no processes, and wrong data fails at once
-            first += len(table)
-    if alone:
+    tables, by_threads = iter(tables), takes_texts(encode.run, encode.features, encode.tokenizer)
+    # The first table by this process alone: little data starts no others, wrong data fails at once.
+    for table, place in itertools.islice(tables, 1 if workers > 1 else None):
+        yield encode(table, first), place
+        first += len(table)
+    if workers == 1 or by_threads:
+        with _threads(workers):
+            for table, place in tables:
+                yield encode(table, first), place
+                first += len(table)
         return
     with ending_children():
         # Forked, so that the tokenizer is not copied.

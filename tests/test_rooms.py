@@ -41,7 +41,7 @@ MOST_LINES = 800  # of a file, which is one concept
 BUDGETS = {
     "recipes": 740,
     "recipes/legal": 500,
-    "recipes/run": 1910,
+    "recipes/run": 1920,
     "recipes/rules": 2400,
     "recipes/planner": 3170,
     "recipes/scaling": 1340,

@@ -335,6 +335,11 @@ _ADVICE = (
                "from its next epoch, a resumed run draws other random numbers than an uninterrupted one",
                "leave it out if a resume must be exact",
                "Persistent workers keep their random state from epoch to epoch, and a resume loses it."),
+    advice_row("an_unseeded_sampler_changes_a_resume", "accelerator_config",
+               lambda run: str(accelerator_config(run).get("use_seedable_sampler")).lower() == "false"
+               and run["train_sampling_strategy"] == "random" and not run["dataset_streaming"],
+               "without use_seedable_sampler, a resume after the first epoch trains other examples",
+               "leave use_seedable_sampler out if a resume must be exact"),
     advice_row("weights_alone_do_not_resume", "save_only_model", lambda run: run["save_only_model"],
                "a resume would start with a new optimizer", "leave it out"),
     advice_row("signal_checkpoints_may_be_incomplete", "enable_jit_checkpoint",

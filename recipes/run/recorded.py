@@ -86,7 +86,7 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
     micro = record["settings"].get("per_device_train_batch_size", {})
     if micro.get("source") == FIT and record.get("world_size") == place.world_size:
         values.pop("fit", None)  # what it found is known
-    repeated = {name: value for name, value in values.items() if name not in _NOT_REPEATED}
+    repeated = {name: _found(record, name, value) for name, value in values.items() if name not in _NOT_REPEATED}
     pushed = given["push_to_hub"].value if "push_to_hub" in given else _value(record, "push_to_hub")
     for name in [name for name, value in repeated.items() if HIDDEN in json.dumps(value)]:
         del repeated[name]
@@ -147,6 +147,14 @@ def places_of(run: RunSpec) -> dict[str, str]:
     """Setting -> the file or folder that it names, absolute. A mixture's parts are left out."""
     named = {name: re.sub(r"(?<=\.py):\w*$", "", run[name]) for name in _INPUTS if isinstance(run[name], str)}
     return {name: str(expanded(path).resolve()) for name, path in named.items() if paths_of(path)}
+
+
+def _found(record: Json, name: str, value: Any) -> Any:
+    """The value of a setting, with a file or folder that is not here where the run found it."""
+    then = (record.get("paths") or {}).get(name)
+    if not then or not isinstance(value, str) or ":" in value or paths_of(value):  # mine.py:mine is its function
+        return value
+    return then if paths_of(then) else value
 
 
 def at_a_place(record: Json) -> set[str]:

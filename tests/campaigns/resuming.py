@@ -335,7 +335,7 @@ def _once(result: Result, engine: str, moment: Moment | None, scratch: Path) -> 
         return f"traceback: {outcome.last_words()}", False
     if outcome.code is None:
         return f"hangs: {outcome.last_words()}", False
-    if before != "finished" and "learning_rate" in outcome.output and len(steps) > 1 and step < steps[-2]:
+    if before != "finished" and "  learning_rate " in outcome.output and len(steps) > 1 and step < steps[-2]:
         return f"a kill costs one checkpoint at most: at step {step}, with checkpoints of {steps}", False
     if status not in ("", "running", "failed", "finished"):
         return f"run.json says {status} after SIGKILL", False

@@ -156,7 +156,7 @@ def predicted(case: Case) -> dict[str, Any]:
     flags["global_batch_size"] = case.micro * case.accumulation * world
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value).lower())]
     (planned,) = plan_memory(config_of(case), recipe=case.recipe, num_processes=world, argv=argv, **card).recipes
-    return {"components": asdict(planned.components), "total": planned.total_bytes, "traced": planned.traced}
+    return {"components": asdict(planned.components), "total": planned.total_bytes}
 
 
 def own_flags(case: Case) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_a_recipe_of_ones_own_trains_in_two_processes(tiny_model, texts, tmp_pat
         [sys.executable, "-m", "launch", *words, "--output_dir", str(tmp_path / "out")], tmp_path / "out", cwd=ROOT
     )
     assert (done.code, done.record["status"], done.record["world_size"]) == (0, "finished", 2), done.output
-    assert done.output.startswith("recipe "), "nothing is printed before train.py's own lines"
+    assert done.output.startswith("starting 2 processes, mine on DDP ..."), done.output
 
 
 # --- prepare --------------------------------------------------------------------------------------

@@ -137,6 +137,18 @@ def test_what_another_machine_decides_is_decided_anew(tmp_path):
     assert not again.problems
 
 
+def test_a_file_that_is_not_here_is_found_where_the_run_found_it(tmp_path, monkeypatch):
+    for name in ("then", "now"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "then" / "texts.txt").write_text("a text\n")
+    monkeypatch.chdir(tmp_path / "then")
+    file = recorded(tmp_path, resolve(["--dataset_name", "texts.txt"], here(hardware=CPU)))
+    monkeypatch.chdir(tmp_path / "now")
+    assert resolve(["--config", file], here(hardware=CPU))["dataset_name"] == str(tmp_path / "then" / "texts.txt")
+    (tmp_path / "now" / "texts.txt").write_text("a text\n")
+    assert resolve(["--config", file], here(hardware=CPU))["dataset_name"] == "texts.txt"
+
+
 # --- Fingerprints ---------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from recipes.scaling.advice import Advice, advise, applied
 from recipes.scaling.analyse import Size, analyse
 from recipes.scaling.timings import Timing, append, read
 from tests.support import emulated
-from tests.support.running import ROOT, losses, run, train_here
+from tests.support.running import ROOT, losses, model_flags, run, train_here
 
 LINK = "3mbit"
 needs_links = pytest.mark.skipif(
@@ -149,9 +149,9 @@ def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_if_every_run_fails_it_says_so_and_recommends_no_report(tmp_path, capsys):
+def test_if_every_run_fails_it_says_so_and_recommends_no_report(tiny_model, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"a": "b"}')
-    words = ["--num_processes", "1", "--repeats", "1", "--dataset_name", str(tmp_path / "bad.jsonl")]
+    words = ["--num_processes", "1", "--repeats", "1", *model_flags(tiny_model, tmp_path / "bad.jsonl")]
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr()
     assert "nothing was measured: every run failed" in printed.err

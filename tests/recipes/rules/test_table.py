@@ -69,6 +69,8 @@ FLAGS = {
     "sixteen_bit_weights_lose_small_updates": ("--dtype bfloat16", "", "--use_peft"),
     "persistent_workers_change_a_resume": (
         "--dataloader_persistent_workers --dataloader_num_workers 1", "--dataset_name d", STREAM),
+    "an_unseeded_sampler_changes_a_resume": (
+        '--accelerator_config {"use_seedable_sampler":false}', "", "--train_sampling_strategy sequential"),
     "weights_alone_do_not_resume": ("--save_only_model", "", "false"),
     "signal_checkpoints_may_be_incomplete": ("--enable_jit_checkpoint", "", "false"),
     "compiling_needs_one_shape": ("--torch_compile", "--packing false", "--packing"),

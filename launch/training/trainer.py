@@ -80,6 +80,7 @@ class RecipeTrainer(CommittingTrainer):
         if self.accelerator.is_fsdp2 and (policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy):
             # accelerate 1.15 rounds all that the model returns to 16 bits, the loss among it.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+        _shard_embeddings_with_their_module(self)
 
     # --- Training --------------------------------------------------------------------------------
 
@@ -340,3 +341,17 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
     if handler := trainer.accelerator.ddp_handler:
         handler.gradient_as_bucket_view = run["gradient_as_bucket_view"]
         handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
+
+
+def _shard_embeddings_with_their_module(trainer: Trainer) -> None:
+    """Have accelerate 1.15 shard the input embeddings of FSDP2 where a module holds them, as in
+    BERT: it shards them on their own, and the module that is kept whole around them fails.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 2 or plugin.transformer_cls_names_to_wrap is not None:
+        return
+    model = trainer.model
+    (embeddings,) = (name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    beside = (module for name, module in model.named_modules() if not f"{embeddings}.".startswith(f"{name}."))
+    classes = {type(module).__name__ for module in beside}
+    plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))

@@ -155,7 +155,7 @@ def compare(judgement: Judgement, outcome: Outcome, case: Case, rules: list[str]
 LATE = [
     (r"dataset_(train_split|test_split|text_field|label_field)", r"", "check reads no data"),
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
-    (r"completion_only_loss|assistant_only_loss", r"needs", "depends on the columns of the data"),
+    (r"completion_only_loss|assistant_only_loss", r"(needs|row [\d,]+: has no)", "depends on the columns of the data"),
     (r"lora_target_modules", r"the model has no module", "only the built model has modules"),
     (r"model_name_or_path", r".* nor a model that can be read from the Hub", "only the Hub knows its models"),
     (r"max_length", r"the data of", "depends on the length of the data"),

@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from launch.training import model
-from tests.support.models import load, run_with, save
+from tests.support.models import SMALL, load, run_with, save
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 SCRIPT = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
@@ -114,3 +114,17 @@ def test_a_rank_that_waits_for_weights_has_all_that_they_fill(tiny_model, tmp_pa
         (name, weight.shape) for name, weight in read.named_parameters()
     ]
     assert all(torch.equal(one, other) for one, other in zip(waiting.buffers(), read.buffers(), strict=True))
+
+
+@pytest.mark.slow
+def test_embeddings_in_a_module_of_their_own_are_sharded_once(tmp_path):
+    bert = save(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)), tmp_path / "bert")
+    data = tmp_path / "labelled.jsonl"
+    rows = [{"text": f"Row {n} " + "good " * (n % 3), "label": ["bad", "fair", "good"][n % 3]} for n in range(128)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--task", "sequence_classification", *model_flags(bert, data), *STEADY, "--max_steps", "3"]
+    outcome = launch_quickly(
+        "--recipe", "sharded", *flags, output=tmp_path / "sharded", config="sharded.yaml", script=SCRIPT
+    )
+    ddp = launch_quickly("--recipe", "standard", *flags, output=tmp_path / "ddp")
+    assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-5), outcome.output

@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes": 740,
     "recipes/legal": 500,
     "recipes/run": 1920,
-    "recipes/rules": 2400,
+    "recipes/rules": 2430,
     "recipes/planner": 3170,
     "recipes/scaling": 1340,
     "launch": 540,

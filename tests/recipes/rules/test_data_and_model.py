@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from recipes.rules.check import check
 from recipes.rules.data_and_model import attention_fits_the_machine, refused_by_class
@@ -87,6 +87,10 @@ CASES = {
         Run(f"{SMOOTHED} {EVAL} {MODEL}", files=model(model_type="gpt2"), **ON_A100),  # no fused loss
     ),
     "attention_is_known": (Run("--attn_implementation SDPA"), Run(SDPA)),
+    "attention_fits_the_model": (
+        Run(f"{FA4} {MODEL}", files=model(attention_dropout=0.1)),
+        Run(f"{FA4} {MODEL}", files=model(attention_dropout=0.0)),
+    ),
     "attention_fits_the_machine": (Run(FLEX), Run(FLEX, **ON_A100)),
 }
 
@@ -177,6 +181,16 @@ def test_an_adapter_on_the_head_is_outside_of_the_heads_weight():
 
 
 # --- Attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4"])
+def test_gemma_4_has_global_layers_with_heads_of_512(kind, tmp_path):
+    config = AutoConfig.for_model(kind)
+    config.save_pretrained(tmp_path)
+    layers = config.get_text_config().to_dict()["per_layer_config"]
+    assert {layer["head_dim"] for layer in layers.values()} == {512}
+    settings = {"attn_implementation": "flash_attention_2", "model_name_or_path": str(tmp_path)}
+    assert_fires("attention_fits_the_model", settings, gpu=(8, 0))
 
 
 @pytest.mark.parametrize(

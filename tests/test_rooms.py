@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/fit": 270,
     "launch/host": 1350,
     "launch/jobs": 1470,
-    "launch/output": 1640,
+    "launch/output": 1630,
     "launch/scaling": 1000,
     "launch/training": 2300,
 }

@@ -21,7 +21,7 @@ from launch.terminal import duration, memory_size, plural, print_table, value_te
 from recipes.catalog import RECIPES
 from recipes.errors import UserError, mistake
 from recipes.run import Json, here, nearest, recorded, resolve
-from recipes.run.metrics import smaller_is_better
+from recipes.run.metrics import is_figure, smaller_is_better
 from recipes.run.spec import COMMAND_LINE, LIBRARY, RunSpec, shown
 
 _SHOW = """
@@ -321,7 +321,7 @@ def results(records: list[Json]) -> dict[str, list[float | None]]:
     """Losses, metrics of the evaluation, speed and memory, as far as any run has them."""
     numbers = [_numbers(record) for record in records]
     evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
-    metrics = sorted(name for name in evaluated if not name.endswith(("_runtime", "_per_second")))
+    metrics = sorted(filter(is_figure, evaluated))
     names = [*_RESULTS, *metrics, "exchanges_per_step", *_COSTS]
     table = {name: [found.get(name) for found in numbers] for name in names}
     return {name: values for name, values in table.items() if any(value is not None for value in values)}

@@ -26,6 +26,7 @@ from recipes.run import RunSpec, here, recorded, resolve
 from recipes.run.command_line import parse
 from recipes.run.engine_sources import from_yaml
 from recipes.run.files import shipped
+from recipes.run.metrics import is_figure
 
 if TYPE_CHECKING:
     from launch.data.load import Data
@@ -59,8 +60,7 @@ def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> int:
             metrics = _evaluated(Path(options.folder), argv, scratch)
     except (KeyboardInterrupt, Preempted, Exception) as error:
         return failure.report(error, World())
-    times = ("_runtime", "_per_second", "_time")
-    rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if not name.endswith(times) and name != "epoch"]
+    rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if is_figure(name) and name != "epoch"]
     print_table(["metric", "value"], rows)
     return 0
 
@@ -134,7 +134,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     settings = recorded.read(file, "FOLDER")["settings"]
     if not settings.get("use_peft", {}).get("value"):  # the folder holds a whole model
         changed = {**changed, "model_name_or_path": str(folder), "model_revision": "main"}
-    run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "recipes evaluate")
+    run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
     if errors := [problem for problem in run.problems if problem.severity == "error"]:
         raise UserError(*errors)
     return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained: no engine has to divide it

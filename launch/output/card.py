@@ -6,6 +6,7 @@ from pathlib import Path
 
 from recipes.mixture import parts_of, title
 from recipes.run import Json, RunSpec, shown
+from recipes.run.metrics import is_figure
 
 _FORM = "[More Information Needed]"  # in each field of peft's own card
 _NOT_OF_THE_MODEL = ("recipe", "config", "output_dir", "model_name_or_path", "dataset_name", "use_peft")
@@ -23,7 +24,7 @@ def write_card(run: RunSpec, results: Json) -> None:
         return
     name, base, data = Path(run["output_dir"]).resolve().name, run["model_name_or_path"], title(run["dataset_name"])
     task = "text-generation" if run["task"] == "causal_lm" else "text-classification"
-    metrics = {metric: value for metric, value in results.items() if metric.startswith("eval_") and _is_figure(metric)}
+    metrics = {metric: value for metric, value in results.items() if metric.startswith("eval_") and is_figure(metric)}
     described = ModelCardData(
         base_model=base,
         datasets=[part.name for part in parts_of(run["dataset_name"]) if not Path(part.name).exists()] or None,
@@ -53,10 +54,6 @@ run.json beside this file holds every setting, versions and hardware.
 {chr(10).join(settings)}
 """
     ModelCard(text).save(file)
-
-
-def _is_figure(metric: str) -> bool:
-    return not metric.endswith(("_runtime", "_per_second", "_time"))
 
 
 def _rows(figures: Json) -> str:

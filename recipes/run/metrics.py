@@ -21,3 +21,8 @@ def smaller_is_better(metric: str) -> bool | None:
     if name in _SMALLER:
         return True
     return False if any(name in names for names in METRICS.values()) else None
+
+
+def is_figure(metric: str) -> bool:
+    """False for the time and the speed of an evaluation, which Trainer reports beside its metrics."""
+    return not metric.endswith(("_runtime", "_per_second", "_time"))

@@ -24,5 +24,5 @@ def smaller_is_better(metric: str) -> bool | None:
 
 
 def is_figure(metric: str) -> bool:
-    """False for the time and the speed of an evaluation, which Trainer reports beside its metrics."""
+    """False for the time and speed of an evaluation, which Trainer reports beside its metrics."""
     return not metric.endswith(("_runtime", "_per_second", "_time"))

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from recipes.flags import MOST_PROCESSES
-
 
 class Parser(argparse.ArgumentParser):
     """`--num-processes` is `--num_processes`, as in Hugging Face's own parser. No flag may be cut
@@ -46,11 +44,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what add_subparser
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1, and at most a million."""
+    """A whole number of at least 1."""
     if not text.isdecimal() or text.strip("0") == "":
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
-    if len(text) > 9 or int(text) > MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {MOST_PROCESSES:,}")
     return int(text)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-MOST_PROCESSES = 1_000_000  # of a run: a larger number is a slip, and a list of as many takes all memory
-
 
 def flag(default, help: str):
     """A field with its help text."""

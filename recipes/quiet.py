@@ -7,7 +7,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from importlib import import_module
 
 
 @contextlib.contextmanager
@@ -24,10 +23,13 @@ def silence() -> Iterator[None]:
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Errors only, from now on. Call it before the heavy imports, which make most of the noise."""
+    """Errors only, and no progress bars, from now on. Call it before the heavy imports, which read
+    these variables and make most of the noise.
+    """
     if verbose:
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,20 +37,3 @@ def quiet_libraries(verbose: bool) -> None:
     warnings.filterwarnings("ignore")
     for name in ("DeepSpeed", "deepspeed", "accelerate", "torch.distributed", "datasets", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def quiet_imported(verbose: bool, deepspeed: bool) -> None:
-    """No progress bars, and with `deepspeed` no line for every operator that DeepSpeed has built.
-
-    Imports the libraries, since only they can be told.
-    """
-    if verbose:
-        return
-    import datasets
-    from transformers.utils import logging as transformers_logging
-
-    datasets.disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    if deepspeed:
-        module = import_module("deepspeed.comm.torch")  # the package has another `torch`
-        vars(module)["print"] = lambda *words, **options: None

@@ -14,7 +14,7 @@ from launch.output.checkpoints import model_notes, numbered
 from launch.output.record import read
 from launch.terminal import console, memory_size, plural, print_note
 from recipes.errors import mistake, one_line
-from recipes.quiet import quiet_imported, quiet_libraries, silence
+from recipes.quiet import quiet_libraries, silence
 from recipes.run import Json, fingerprints
 from recipes.run.files import expanded, read_json
 
@@ -117,7 +117,6 @@ def _merged(folder: Path, config: Json, base: str, run: Json, origin: Json) -> t
     import transformers
     from peft import PeftModel
 
-    quiet_imported(verbose=False, deepspeed=False)
     try:
         task = config["task_type"]
         beside = (folder / "tokenizer_config.json").is_file()  # where train.py saves it

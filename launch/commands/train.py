@@ -25,7 +25,7 @@ from launch.jobs.submit import TARGETS, from_site, newest, refuse_while_in_use, 
 from launch.terminal import console, duration, memory_size, plural, print_progress, print_table
 from launch.training import failure
 from recipes.errors import UserError, mistake
-from recipes.quiet import quiet_imported, quiet_libraries
+from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, resolve, with_flags
 from recipes.run.engine_sources import from_yaml
@@ -95,7 +95,6 @@ def _prepare(run: RunSpec, shown: int | None) -> None:
     from launch.data.tokens import lengths_of
     from launch.training.model import known_classes, load_tokenizer, with_model
 
-    quiet_imported(run["verbose"], deepspeed=False)
     began, tokenizer = time.monotonic(), load_tokenizer(run)
     run, _ = with_model(run, tokenizer)  # a classifier's tokens end where its model does
     for _, found in tokens_of_parts(run, tokenizer):

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ from launch.host.launcher import threads_per_process
 from launch.host.processes import free_port
 from launch.host.signals import ending_children
 from recipes.errors import Failure, UserError, mistake, one_line
-from recipes.quiet import quiet_imported
 from recipes.run import RunSpec, Settings, here, resolve, with_fit
 from recipes.run.engine_sources import launch_environment
 
@@ -125,10 +125,11 @@ def resolve_launched(argv: Sequence[str], world: World, settings: Settings | Non
 
 
 def prepare_process(run: RunSpec) -> None:
-    """Import the libraries, in the environment that they need."""
+    """Prepare the environment, and DeepSpeed if it trains, before other libraries are imported."""
     prepare_environment(run)
-    quiet_imported(run["verbose"], run.engine.kind == "deepspeed")
     if run.engine.kind == "deepspeed":
+        if not run["verbose"]:  # DeepSpeed prints a line for each operator that it has compiled
+            vars(import_module("deepspeed.comm.torch"))["print"] = lambda *words: None
         compile_safely()
 
 

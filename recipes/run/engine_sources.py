@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import mistake
-from recipes.flags import MOST_PROCESSES
 from recipes.run.files import Json, read_json, read_yaml
 
 # --- Processes that share a model or its examples -------------------------------------------------
@@ -134,7 +133,7 @@ def from_yaml(path: str | Path) -> Engine:
         source=str(path),
         mixed_precision=str(raw.get("mixed_precision") or "no").lower(),
         dynamo_backend=str(backend).lower(),
-        num_processes=processes if type(processes) is int and processes <= MOST_PROCESSES else None,
+        num_processes=processes if type(processes) is int else None,
         raw=raw,
         parallelism=sizes_of(sizes, str(path), _SIZE) if sizes else Parallelism(),
     )

@@ -63,6 +63,9 @@ class RunFlags:
     dataset_streaming: bool = flag(
         False, "read the data while it trains, and never whole; needs --max_steps, a mixture weights"
     )
+    dataset_columns: list[str] | None = flag(
+        None, "rename columns, old=new: question=prompt answer=completion (or messages, text, ...)"
+    )
     dataset_text_field: str = flag("text", "column that holds the text")
     dataset_label_field: str = flag(
         "label", "column that holds the class, classes or number, for sequence classification"

@@ -10,7 +10,7 @@ import glob
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,20 @@ def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
         return []
     entries = [dataset_name] if isinstance(dataset_name, str) else dataset_name
     return [Part(entry) if isinstance(entry, str) else Part(**entry) for entry in entries]
+
+
+def parts_of_run(run: Mapping[str, Any]) -> list[Part]:
+    """The parts of a run's data. `dataset_columns` renames those of parts that rename none."""
+    named = new_columns(run["dataset_columns"])
+    return [part if part.columns else replace(part, columns=named) for part in parts_of(run["dataset_name"])]
+
+
+def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
+    """Old name -> new name, of texts such as `question=prompt`. Raises `ValueError` for others."""
+    split = [pair.partition("=") for pair in pairs or ()]
+    if not all(old and new for old, _, new in split):
+        raise ValueError(f"takes pairs old=new, such as question=prompt, got {' '.join(pairs or ())!r}")
+    return {old: new for old, _, new in split}
 
 
 def checked(entries: list[Any]) -> str | list[Any]:

@@ -60,9 +60,9 @@ ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have th
 # Runs that differ in one of these, or in what data and model hold, did not train the same.
 _TRAINING = (
     "task problem_type model_name_or_path model_revision from_scratch dataset_name dataset_config dataset_train_split "
-    "dataset_test_split dataset_text_field dataset_label_field dataset_streaming max_length packing packing_strategy "
-    "assistant_only_loss completion_only_loss label_smoothing_factor global_batch_size seed data_seed max_steps "
-    "num_train_epochs"
+    "dataset_test_split dataset_columns dataset_text_field dataset_label_field dataset_streaming max_length packing "
+    "packing_strategy assistant_only_loss completion_only_loss label_smoothing_factor global_batch_size seed data_seed "
+    "max_steps num_train_epochs"
 ).split()
 
 

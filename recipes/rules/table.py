@@ -17,7 +17,7 @@ from typing import Any
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.mixture import Part, files_of, parts_of
+from recipes.mixture import Part, files_of, parts_of, parts_of_run
 from recipes.rules.facts import (
     Rule,
     accelerator_config,
@@ -198,7 +198,7 @@ def _package(setting: str, needed: Condition, module: str, distribution: str) ->
 
 
 def _parts(run: RunSpec) -> list[Part]:
-    return parts_of(run["dataset_name"])
+    return parts_of_run(run)
 
 
 def _compiles(run: RunSpec) -> bool:

@@ -160,6 +160,8 @@ def coerce(value: object, known: legal.Field) -> Any:
         value = "none"  # transformers 5 refuses None
     if known.name == "dataset_name" and isinstance(value, list):
         return mixture.checked(value)
+    if known.name == "dataset_columns" and isinstance(value, list):
+        mixture.new_columns(value)
     if isinstance(value, list) and not all(isinstance(entry, (str, Enum)) for entry in value):
         raise ValueError(f"takes a list of text, got {value!r}")
     if type(known.default) is float and type(value) is int:
@@ -220,6 +222,8 @@ def _expected(known: legal.Field, dashes: str) -> str:
         return "one of " + ", ".join(known.choices)
     if known.name == "dataset_name":
         return "a name, a list of names, or in a file entries such as {name: data.jsonl, weight: 2}"
+    if known.name == "dataset_columns":
+        return f"{dashes}dataset_columns question=prompt answer=completion"
     # Some JSON objects may be the path of a file, others not: an object is right for all.
     kind = 'a JSON object: {"name": value}' if "dict" in known.types else _names(known.types)
     return f"{dashes}{known.name} with {kind}"

@@ -110,6 +110,7 @@ def standard() -> Recipe:
             ddp_bucket_cap_mb=(25, "torch's default: large enough for bandwidth, small enough to overlap with compute"),
             dataloader_num_workers=workers_by_cores,
             dataloader_pin_memory=(True, "copies to the GPU overlap with compute"),
+            expandable_segments=segments_grow_on_cuda,
             **_EVERYWHERE,
         ),
     )
@@ -228,6 +229,16 @@ def workers_by_cores(run) -> Decision:
     if workers == 4:
         return 4, "enough to keep a GPU busy"
     return workers, f"cores for each process: {share}"
+
+
+def segments_grow_on_cuda(run) -> Decision:
+    if not run.hardware.cuda:
+        return False, "only on CUDA"
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & run.place.environment.keys():
+        return False, "PYTORCH_ALLOC_CONF is set in the environment, and decides"
+    if run["torch_compile_mode"] in ("reduce-overhead", "max-autotune"):
+        return False, "CUDA graphs keep their memory where it is"
+    return True, "less memory lies idle: torchtune reserved 10.8 GiB in place of 16.4 (its pull request 1185)"
 
 
 def prefetch_with_workers(run) -> Decision:

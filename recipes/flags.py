@@ -84,4 +84,8 @@ class RunFlags:
 
     gradient_as_bucket_view: bool = flag(False, "DDP: gradients stay in its buckets, one copy fewer")
     ddp_comm_hook: Literal["no", "fp16", "bf16"] = flag("no", "DDP: compress gradients for communication")
+    expandable_segments: bool = flag(
+        False,
+        "CUDA: let torch's cache grow and shrink in place (PYTORCH_ALLOC_CONF), so that less lies idle between blocks",
+    )
     cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels once per input shape")

@@ -145,6 +145,10 @@ def prepare_environment(run: RunSpec) -> None:
             os.environ.setdefault(name, value)
     if run["measure"]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a banner
+    if run["expandable_segments"]:  # torch reads one of them at the first use of a GPU; its last word wins
+        others = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        words = ",".join(filter(None, (others, "expandable_segments:True")))
+        os.environ.update(PYTORCH_ALLOC_CONF=words, PYTORCH_CUDA_ALLOC_CONF=words)
     if not run.hardware.cuda:
         # accelerate imports deepspeed, which otherwise guesses and prints warnings.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

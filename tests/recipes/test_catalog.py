@@ -45,6 +45,10 @@ VALUES = [
     ("fast", H100, {}, dict(use_liger_kernel=False)),
     ("fast", EIGHT_H100, {}, dict(use_liger_kernel=True)),
     ("fast", EIGHT_H100, dict(label_smoothing_factor=0.1), dict(use_liger_kernel=False)),
+    # segments grow on a card, unless its graphs or the user say otherwise
+    ("standard", CPU, {}, dict(expandable_segments=False)),
+    ("standard", H100, {}, dict(expandable_segments=True)),
+    ("fast", H100, dict(torch_compile_mode="reduce-overhead"), dict(expandable_segments=False)),
     # workers leave each process its cores, and only they prefetch
     ("fast", CPU, {}, dict(dataloader_num_workers=0, dataloader_prefetch_factor=None)),
     ("fast", H100, {}, dict(dataloader_num_workers=4, dataloader_prefetch_factor=4)),

@@ -57,19 +57,13 @@ class Recipe:
         """The origin of the values that this recipe states, as it is printed beside them."""
         return f"recipe {self.files[0] if self.files else self.name}"
 
-    def fixed(self, name: str) -> Decision:
-        """A value that depends on no run, with its reason."""
-        value = self.settings[name]
-        assert not callable(value)
-        return value
-
     @property
     def engine(self) -> str:
-        return self.fixed("engine")[0]
+        return self.settings["engine"][0]  # type: ignore[index] # which depends on no run
 
     @property
     def micro_batch_cap(self) -> int:
-        return self.fixed("micro_batch_cap")[0]
+        return self.settings["micro_batch_cap"][0]  # type: ignore[index]
 
 
 # --- The recipes ----------------------------------------------------------------------------------

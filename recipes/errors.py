@@ -1,4 +1,4 @@
-"""What is wrong, where it came from and what to write instead; and what a machine does to a run."""
+"""The user's mistakes, with their source and their fix, and the failures of machines."""
 
 from __future__ import annotations
 
@@ -48,17 +48,19 @@ def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserErr
 
 
 def one_line(error: object) -> str:
-    """What an error or a text says, on one line of at most 200 characters."""
+    """An error or a text on one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class Failure(RuntimeError):
-    """What a machine does to a run: out of memory, NaN, a failed probe, a lost rank, a full disk.
+    """A machine stops a run: out of memory, NaN, a failed probe, a lost rank, a full disk.
 
     The message says what happened. Each cause is a subclass, so that it is caught by type.
     """
 
 
 class StreamBroke(Failure):
-    """Data that is streamed could not be read on, by no fault of its own: a later start may."""
+    """A stream could not be read any further, through no fault of the data: a later start may
+    succeed.
+    """

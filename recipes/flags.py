@@ -25,7 +25,7 @@ class RunFlags:
     fresh: bool = flag(False, "start over: the content of OUTPUT_DIR is moved aside, never deleted")
     verbose: bool = flag(False, "show what the libraries print")
     fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
-    fit_only: bool = flag(False, "find it again even if it was found before, and train nothing")
+    fit_only: bool = flag(False, "find that micro-batch again even if fit.json has it, and train nothing")
     memory_limit: float | None = flag(
         None, "GB (10^9 bytes) that a process may use: of its GPU, or without one of RAM (to within 5 %)"
     )

@@ -1,7 +1,7 @@
-"""What a run's data is made of: one source, or the parts of a mixture with their weights.
+"""The sources of a run's data: a single one, or the parts of a mixture with their weights.
 
-`dataset_name` is text for a single source. A mixture is a list of texts, or in a file of settings
-of entries with the fields of a `Part`.
+`dataset_name` is a text for a single source. A mixture is a list of texts, or in a file of settings
+a list of entries with the fields of a `Part`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Part:
     """A file, a folder, a pattern such as `data/*.jsonl`, or a data set of the Hub.
 
     `weight` is its share of the examples beside the other parts' weights; None: all of them, once.
-    `split` and `config` stand for --dataset_train_split and --dataset_config. `columns` renames
-    columns: from the part's own names to those that a format has.
+    `split` and `config` stand for --dataset_train_split and --dataset_config. `columns` maps the
+    part's own names of columns to those that a format has.
     """
 
     name: str
@@ -38,7 +38,7 @@ FIELDS = tuple(entry.name for entry in fields(Part))
 
 
 def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
-    """The parts of the data, one of a single source. Empty for the demonstration."""
+    """The parts of the data; a single source is one part. Empty for the demonstration."""
     if not dataset_name:
         return []
     entries = [dataset_name] if isinstance(dataset_name, str) else dataset_name
@@ -69,10 +69,8 @@ def checked(entries: list[Any]) -> str | list[Any]:
     except TypeError:
         raise ValueError(f"takes names, or entries with {', '.join(FIELDS)}, got {entries!r}") from None
     for part in parts:
-        texts = (part.name, part.split or "-", part.config or "-")
-        if not all(isinstance(text, str) and text for text in texts) or not isinstance(part.columns, Mapping):
-            what = "takes texts for a part's name, split and config, and columns as name: new name"
-            raise ValueError(f"{what}, got {part!r}")
+        if not (part.name and isinstance(part.name, str) and isinstance(part.columns, Mapping)):
+            raise ValueError(f"takes a name for each part, and columns as name: new name, got {part!r}")
         if part.weight is not None and (type(part.weight) not in (int, float) or not 0 < part.weight < math.inf):
             raise ValueError(f"takes a weight above 0, got {part.weight!r} for {part.name}")
     weighted = [part for part in parts if part.weight is not None]

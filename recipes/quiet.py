@@ -1,4 +1,4 @@
-"""Less noise from the libraries, so that our own lines are seen. Importing this imports none."""
+"""Silences the libraries, so that our own lines are seen. Importing this module imports none."""
 
 from __future__ import annotations
 

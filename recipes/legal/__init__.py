@@ -10,14 +10,3 @@ from recipes.legal.schema import (
     trainer_fields,
     version,
 )
-
-__all__ = [
-    "ALIASES",
-    "Field",
-    "accelerate_nested_keys",
-    "names",
-    "run_flags",
-    "settings",
-    "trainer_fields",
-    "version",
-]

@@ -1,4 +1,4 @@
-"""Facts of the installed libraries, asked of their own classes.
+"""Facts about the installed libraries, read from their own classes.
 
 `schema` runs this in a process of its own, since the imports take seconds, and keeps the answer. A
 function returns the facts of one library by name; `schema.names` reads a list of them, for example
@@ -101,7 +101,9 @@ def _flags(group: Any) -> set[str]:
 
 
 def _words(source: str) -> set[str]:
-    """Every string in a source that is one word: the keys that code reads and no class lists."""
+    """Every string in a source that is one word: the keys that code reads, where no class lists
+    them.
+    """
     constants = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     return {word for word in constants if isinstance(word, str) and word.isidentifier()}
 
@@ -131,7 +133,7 @@ def schedules() -> Json:
 
 
 def models() -> Json:
-    """transformers' tables of model types: classes by task, every type, folders of another name."""
+    """transformers' model types: their classes by task, and those whose folder has another name."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
     named = ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "MASKED_LM")
@@ -143,7 +145,7 @@ def models() -> Json:
 
 
 def liger() -> Json:
-    """Model types whose loss Liger makes without the logits as a whole, unless told otherwise."""
+    """Model types whose loss Liger computes without whole logits, unless it is told otherwise."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     takes = {kind: inspect.signature(patch).parameters for kind, patch in MODEL_TYPE_TO_APPLY_LIGER_FN.items()}

@@ -25,5 +25,5 @@ def known_types() -> frozenset[str]:
 
 
 def types_with_fused_loss() -> frozenset[str]:
-    """Model types whose loss Liger makes without the logits as a whole, unless told otherwise."""
+    """Model types whose loss Liger computes without whole logits, unless it is told otherwise."""
     return frozenset(names("liger")) or _LIGER

@@ -126,7 +126,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "liger_
 
 @cache
 def facts() -> Json:
-    """The answer of `recipes.legal.libraries`, as kept; asked anew after an install.
+    """The answer of `recipes.legal.libraries`, kept in a file and renewed after an install.
 
     Processes that start together ask once. A cache that cannot be written costs only time. Raises
     `UserError` if a library is missing or cannot be imported.
@@ -160,7 +160,7 @@ def _fingerprint() -> str:
 
 
 def _kept(file: Path) -> Json | None:
-    """The facts in the file; None if it is missing, or was only written in part."""
+    """The facts in the file. None if the file is missing or incomplete."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -186,9 +186,9 @@ def _ask() -> Json:
 
 
 def hf_home(environment: Mapping[str, str]) -> Path:
-    """Where Hugging Face keeps what it downloads (huggingface_hub, constants.py).
+    """The folder for Hugging Face's downloads, found as huggingface_hub's constants.py does.
 
-    A user without a home folder has a folder that is named `~`, in the current one.
+    For a user without a home folder it is a folder named `~` in the current one.
     """
     around = environment.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(environment.get("HF_HOME") or f"{around}/huggingface"))  # noqa: PTH111

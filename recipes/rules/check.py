@@ -53,7 +53,7 @@ def problems_by_rule(run: RunSpec) -> Iterator[tuple[str, Problem]]:
 
 
 def new_problems(run: RunSpec, before: RunSpec) -> list[Problem]:
-    """What is wrong with a run of which more is known now, and was not found before."""
+    """The problems of a run of which more is known now, without those that were found `before`."""
     known = check(before)
     return [problem for problem in check(run) if problem not in known]
 
@@ -72,4 +72,4 @@ def stray_accelerate_config(environment: Mapping[str, str]) -> Iterator[Problem]
     if file := default_accelerate_config(environment):
         fix = "accelerate launch --config_file FILE, with one of `recipes where`; or `recipes train`"
         what = "accelerate launch reads this file if it is given none"
-        yield Problem(str(file), what, fix, "the user's own default", "advice")
+        yield Problem(str(file), what, fix, "your default configuration of accelerate", "advice")

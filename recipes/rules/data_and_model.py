@@ -65,7 +65,7 @@ def file_kind(path: PurePath) -> str | None:
 @rule
 @of_train_py
 def the_data_exists(run):
-    """The library would look for a missing path on the Hub."""
+    """The library would look for a missing path on the Hub, and not find it there."""
     for part in parts_of(run["dataset_name"]):
         if run.place.is_elsewhere or paths_of(part.name):
             continue
@@ -80,7 +80,7 @@ def the_data_exists(run):
 @rule
 @of_train_py
 def a_data_file_can_be_read(run):
-    """Its suffix says how to read a file, and an empty one has no columns."""
+    """The suffix of a file says how to read it, and an empty file has no columns."""
     for part, paths in _of_files(run):
         kinds = {file_kind(path): path for path in paths}
         if None in kinds:
@@ -118,12 +118,12 @@ def the_splits_can_be_read(run):
 
 
 def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
-    """The parts that are files, and these."""
+    """The parts that are files, each with its files."""
     return [(part, files) for part in parts_of(run["dataset_name"]) if (files := files_of(part.name))]
 
 
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
-    """A problem with data that has no test split, and that a run wants to evaluate on."""
+    """The problem that a run evaluates, and its data has no test split."""
     slices = "--dataset_test_split 'train[95%:]' --dataset_train_split 'train[:95%]'"
     return Problem(
         "dataset_test_split",
@@ -191,7 +191,9 @@ def the_folder_holds_a_model(run):
 @rule
 @of_train_py
 def the_weights_are_here(run):
-    """`Error while deserializing header: header too large`, of a pointer in the weights' place."""
+    """`Error while deserializing header: header too large`, if a git-lfs pointer lies in the place
+    of the weights.
+    """
     folder = model_folder(run["model_name_or_path"])
     for file in weights_in(folder) if folder and not run.place.is_elsewhere and not run["from_scratch"] else ():
         if is_git_lfs_pointer(file):
@@ -205,8 +207,8 @@ def the_weights_are_here(run):
 @rule
 @of_train_py
 def the_model_can_do_the_task(run):
-    """`Transformers does not recognize this architecture`, `Unrecognized configuration class ...`,
-    or it would run the model's own code.
+    """`Transformers does not recognize this architecture`, `Unrecognized configuration class ...`;
+    or loading would run the model's own code.
     """
     name, kind, task, known = run["model_name_or_path"], _type(run), run["task"], models.known_types()
     if name is None or model_config(run) is None or not known or models.model_class(kind, task):
@@ -258,7 +260,7 @@ def fuses_the_loss(run: RunSpec) -> bool:
 
 
 def what_peft_accepts(message: str, dora: bool = False) -> str:
-    """What to write after peft has refused a model with this message, with DoRA or without."""
+    """The fix for a model that peft has refused with this message, with DoRA or without."""
     fix = "--lora_target_modules with other modules of the model"
     if "DoRA" in message or (dora and "ParamWrapper" in message):  # experts have neither dropout nor DoRA
         return f"{fix}, or --lora_dropout 0 without --use_dora"
@@ -338,9 +340,9 @@ def attention_fits_the_machine(run):
 
 
 def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
-    """What a model of this class cannot do. transformers and accelerate say so once data and
-    weights are loaded: `BloomForCausalLM does not support an attention implementation through ...`,
-    `Could not find the transformer layer class GPT2Block in the model.`
+    """Problems with what a model of this class cannot do. transformers and accelerate report them
+    once data and weights are loaded: `BloomForCausalLM does not support an attention implementation
+    through ...`, `Could not find the transformer layer class GPT2Block in the model.`
     """
     name = run["attn_implementation"] or ""
     kind = "flash_attn" if _flash_version(name) else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
@@ -404,7 +406,7 @@ _OF_TRAIN_PY = (
               "unused parameters are an error in the second step."),
     error_row("liger_evaluates_plain_labels", "use_liger_kernel",
               lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
-              "cannot evaluate with label_smoothing_factor, and its fused loss is not used with it",
+              "cannot evaluate with label_smoothing_factor, which also bypasses Liger's fused loss",
               "--use_liger_kernel false, or --label_smoothing_factor 0",
               "`skip_logits is True, but labels and shift_labels are None`, in the first evaluation."),
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Which engine runs the processes, what its YAML, JSON or `fsdp_config` asks of it, and DDP's own
-settings.
+"""Rules about the engine, what its YAML, JSON or `fsdp_config` asks of it, and DDP's own settings.
 
-Here is what accelerate and DeepSpeed take in silence and then train otherwise, what hangs, what
-fails after minutes, and what only a card decides. What they refuse at once is left to the probe,
-and so is a DeepSpeed JSON beside the arguments: the probe compares its values, and those it lacks.
+They find what accelerate and DeepSpeed accept in silence and then train otherwise, what hangs, what
+fails after minutes, and what only a card decides. What the libraries refuse at once is left to the
+probe. So is a DeepSpeed JSON beside the arguments: the probe compares the values of both, and
+DeepSpeed's defaults for those that the JSON leaves out.
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ def _sections(run: RunSpec) -> Iterator[tuple[str, Json]]:
 
 @rule
 def yaml_keys_are_known(run):
-    """`The config file at ... had unknown keys ([...])`, from the launcher, of those at the top.
+    """An unknown key at the top ends the launcher: `The config file at ... had unknown keys`.
 
-    In a section accelerate drops them: `zero_stge: 3` trains stage 2, `fsdp_verion: 2` FSDP1.
+    In a section accelerate drops it: `zero_stge: 3` trains stage 2, `fsdp_verion: 2` FSDP1.
     """
     for name, section in (("", run.engine.raw), *_sections(run)):
         known = legal.accelerate_nested_keys(name) if name else legal.names("accelerate_yaml")
@@ -256,7 +256,7 @@ def offload_happens(run):
 
 @rule
 def deepspeed_json_keys_are_known(run):
-    """`gradient_cliping` is silently ignored. In its own sections DeepSpeed refuses such names."""
+    """DeepSpeed silently ignores `gradient_cliping`. Inside its sections it refuses such names."""
     known = legal.names("deepspeed_json")
     for key in (deepspeed_file(run) or {}) if known else ():
         if key not in known:
@@ -344,7 +344,7 @@ def sequences_and_models_are_not_divided(run):
 
 @rule
 def replicas_and_shards_need_fsdp(run):
-    """Under DDP the sizes shard nothing, and under DeepSpeed neither."""
+    """Under DDP and DeepSpeed these sizes shard nothing."""
     sizes = run.engine.parallelism
     if max(sizes.replicate, sizes.shard) > 1 and not uses_fsdp(run):
         what = f"shards nothing: the engine is {run.engine_title.partition(',')[0]}, not FSDP"
@@ -370,7 +370,7 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
 
 @rule
 def fsdp2_is_chosen_with_its_own_keys(run):
-    """The launcher's default is FSDP1, which Trainer deprecates. Version 2 drops its strategies."""
+    """The launcher's default is FSDP1, which Trainer deprecates. FSDP2 drops FSDP1's strategies."""
     written = dict(_sections(run)).get("fsdp_config")
     if written is not None and str(written.get("fsdp_version", written.get("version", 1))) == "1":
         what = "1, which accelerate uses if the key is missing, is deprecated"
@@ -427,13 +427,13 @@ def _scatters(run: RunSpec) -> bool:
 
 
 def _finds_unused(run: RunSpec) -> bool:
-    """`ddp_find_unused_parameters`, which is on for adapters unless it is switched off."""
+    """True if DDP searches for unused parameters, by default for adapters alone."""
     asked = run["ddp_find_unused_parameters"]
     return (asked or (asked is None and run["use_peft"])) and not run["ddp_static_graph"]
 
 
 def _offloads_gradients(run: RunSpec) -> bool:
-    """True if `--fsdp` offloads: only for offload in a YAML does accelerate add gloo."""
+    """True if `--fsdp` offloads. Only for offload in a YAML does accelerate add gloo."""
     offloads = is_true(mapping(run["fsdp_config"]).get("cpu_offload")) or "offload" in str(run["fsdp"]).split()
     return bool(run["fsdp"]) and offloads and fsdp_version(run) == 2
 
@@ -474,7 +474,7 @@ ROWS = (
            lambda run: fsdp_version(run) == 2 and run.world_size > 1 and not _scatters(run),
            "leaves gradients whole on each GPU until the last micro-batch",
            '{{"gradient_accumulation_kwargs": {{"sync_each_batch": true}}}}',
-           "Trainer switches FSDP2's reduction off until the last micro-batch: whole gradients, in 16 bits."),
+           "Trainer defers FSDP2's reduce-scatter to the last micro-batch: each GPU holds whole 16-bit gradients."),
     error_row("fsdp2_shards_are_known_to_the_optimizer", "optim",
               lambda run: fsdp_version(run) == 2
               and run["optim"] in ("adafactor", *legal.names("bitsandbytes_optimizers")),

@@ -1,4 +1,4 @@
-"""What rules are made of: how to report a problem, and what rules ask about a run.
+"""The parts of a rule: how it reports a problem, and the facts of a run that it asks.
 
 A rule about a setting whose condition is one expression is an `error_row` or `advice_row`, in
 `table` or in the ROWS of `engine` and `training`. Any other is a function there or in
@@ -10,11 +10,11 @@ A rule about a setting whose condition is one expression is an `error_row` or `a
         for name in ...:
             yield advice(run, name, "is ignored: the engine is not DDP", "leave it out")
 
-Its name says what holds in a legal run, its docstring or `why` which failure it prevents: other
-training in silence, a hang, or an end after minutes. What the libraries refuse at once is left to
-the probe. An error stops the run, advice does not. A rule never refuses a run that would train as
-asked: if a setting is only ignored, the rule advises. Its test is one entry in CASES of the
-subject's test file: a run in which the rule fires, and the nearest one in which it does not.
+The name says what holds in a legal run; the docstring, or `why`, says which failure the rule
+prevents: other training in silence, a hang, or an end after minutes. What the libraries refuse at
+once is left to the probe. An error stops the run, advice does not. A rule never refuses a run that
+would train as asked: if a setting is only ignored, the rule advises. Its test is one entry in CASES
+of the subject's test file: a run in which the rule fires, and the nearest one in which it does not.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def uses_deepspeed(run: RunSpec) -> bool:
 
 
 def deepspeed_section(run: RunSpec) -> Json:
-    """`deepspeed_config` of the Accelerate YAML, where that is what trains."""
+    """`deepspeed_config` of the Accelerate YAML if DeepSpeed trains; else empty."""
     return mapping(run.engine.raw.get("deepspeed_config")) if run.engine.kind == "deepspeed" else {}
 
 
@@ -136,7 +136,7 @@ def deepspeed_file(run: RunSpec) -> Json | None:
 
 
 def json_source(run: RunSpec) -> str:
-    """The file of the DeepSpeed JSON, or a word for it if it is no file."""
+    """The path of the DeepSpeed JSON, or `DeepSpeed JSON` if it is no file."""
     named = run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file")
     return named if isinstance(named, str) else "DeepSpeed JSON"
 
@@ -171,9 +171,8 @@ _SET_BY_TRAINER = {
 
 
 def fsdp_section(run: RunSpec) -> Json:
-    """`fsdp_config` without `fsdp_` before its keys: what `accelerate launch` made of a YAML, its
-    defaults included, if that is all that is known; what the YAML says; and with `--fsdp` what the
-    arguments say, which win.
+    """`fsdp_config` without `fsdp_` before its keys, from the YAML. In a launched process it is
+    what `accelerate launch` exported, defaults included. With `--fsdp` the arguments win.
     """
     written = mapping(run.engine.raw.get("fsdp_config"))
     if run.engine.kind == "fsdp" and not run.engine.raw:

@@ -227,7 +227,7 @@ _ERRORS = (
     error_row("batch_size_is_not_searched", "auto_find_batch_size", lambda run: run["auto_find_batch_size"],
               "would change the global batch",
               "leave it out, and lower --per_device_train_batch_size: accumulation follows",
-              "It lowers the micro-batch alone, so the global batch changes without a word."),
+              "auto_find_batch_size lowers only the micro-batch, so the global batch changes silently."),
     error_row("accumulation_is_said_once", "accelerator_config",
               lambda run: gradient_accumulation_kwargs(run).get("num_steps") not in (None, 1)
               or ("num_steps" in gradient_accumulation_kwargs(run) and run["gradient_accumulation_steps"] != 1),
@@ -274,8 +274,8 @@ _ERRORS = (
 
     # Optimizer and schedule
     error_row("the_schedule_works_under_deepspeed", "lr_scheduler_type", _asks_deepspeed_for_its_rate,
-              "{lr_scheduler_type} asks the optimizer for its learning rate, and DeepSpeed's has none",
-              "--lr_scheduler_type linear, or min_lr_rate, a share of the learning rate, in place of min_lr",
+              "{lr_scheduler_type} reads the rate from optimizer.defaults, which DeepSpeed's optimizer lacks",
+              "--lr_scheduler_type linear, or min_lr_rate (a fraction of the learning rate) in place of min_lr",
               "`'DeepSpeedZeroOptimizer' object has no attribute 'defaults'`, once the model is loaded."),
 
     # Evaluation and the best model
@@ -308,12 +308,14 @@ _ERRORS = (
 
 
 def _fine_tunes(run: RunSpec) -> bool:
-    """True for a training of weights that are trained already; a plan trains nothing."""
+    """True for a training of pretrained weights. A plan trains nothing."""
     return run["model_name_or_path"] is not None and not run["from_scratch"] and run.place.by_train_py
 
 
 def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
-    """The lowest and highest usual learning rate of AdamW, and who trained at such rates."""
+    """The lowest and highest usual learning rate of AdamW, and the papers that trained at such
+    rates.
+    """
     if run["use_peft"]:
         return 1e-4, 1e-3, "LoRA: Hu et al. 2021 take 2e-4 to 5e-4, Dettmers et al. 2023 1e-4 to 2e-4"
     return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 take 2e-5 to 5e-5, Touvron et al. 2023 2e-5"

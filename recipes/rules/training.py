@@ -1,6 +1,6 @@
-"""Rules about training itself that need more than one expression: nested settings, precision and
-the card, optimizer and schedule, evaluation, checkpoints. The others, such as bf16's and tf32's,
-are rows in `table`.
+"""Rules about training itself: nested settings, precision and the card, optimizer and schedule,
+evaluation, checkpoints. Rules of one expression, such as those about bf16 and tf32, are rows in
+`table`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def nested_settings_are_known(run):
 
 @rule
 def nested_files_can_be_read(run):
-    """`FileNotFoundError`, in every rank; and until then rules judge a run without that file."""
+    """`FileNotFoundError` in every rank; and until then the rules judge a run without that file."""
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         value = run[name]
         if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
@@ -128,7 +128,9 @@ def yaml_precision_agrees_with_arguments(run):
 
 @rule
 def deepspeed_evaluates_as_it_trains(run):
-    """A type of evaluations becomes that of the training, if the JSON of `--deepspeed` has it."""
+    """`--bf16_full_eval` (or fp16) also sets the type of the training, if the JSON of `--deepspeed`
+    enables that type.
+    """
     for name in ("bf16", "fp16") if run["deepspeed"] else ():
         enabled = mapping((deepspeed_file(run) or {}).get(name)).get("enabled")
         if run[f"{name}_full_eval"] and mixed_precision(run) != name and enabled not in (None, False):
@@ -158,9 +160,9 @@ def torch_has_kernels_for_the_card(run):
 
 @rule
 def warmup_ends_before_the_run(run):
-    """The learning rate never reaches its value: silently.
+    """The learning rate would never reach its value, silently.
 
-    Where epochs say how long the run is, train.py asks once it has the data.
+    Where epochs say how long the run is, train.py applies `warmup_within` once it has the data.
     """
     if run["max_steps"] > 0:
         yield from warmup_within(run, run["max_steps"])
@@ -218,7 +220,9 @@ def pushed_to(run: Settings) -> str:
 
 
 def _resumes_from_nothing(run: RunSpec) -> bool:
-    """True if the checkpoint is missing. A run that began there has checkpoints of its own."""
+    """True if the checkpoint is missing, unless this run began there: then it has its own
+    checkpoints.
+    """
     wanted = run["resume_from_checkpoint"]
     if not wanted or str(wanted).lower() == "true" or run["fresh"]:
         return False
@@ -274,7 +278,7 @@ ROWS = (
     error_row("offload_needs_adamw", "optim",
               lambda run: _replaces_the_optimizer(run) and run["optim"] not in _WORKS_WITH_OFFLOAD,
               "{optim} fails, or DeepSpeedCPUAdam replaces it, under ZeRO's optimizer offload", "--optim adamw_torch",
-              "Offload runs DeepSpeedCPUAdam: it silently replaces SGD and 8-bit Adam, and others crash."),
+              "Offload runs DeepSpeedCPUAdam, which silently replaces SGD and 8-bit Adam; other optimizers crash."),
     advice_row("every_evaluation_is_saved", "save_steps",
                lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == run["save_strategy"] == "steps"
                and 0 < (run["eval_steps"] or run["logging_steps"]) < run["save_steps"],

@@ -7,24 +7,3 @@ from recipes.run.own_recipe import find_recipe
 from recipes.run.place import Place, here
 from recipes.run.resolve import resolve
 from recipes.run.spec import BATCH, BEST_MODEL, COMMAND_LINE, FIT, HIDDEN, LIBRARY, RunSpec, Setting, Settings, shown
-
-__all__ = [
-    "BATCH",
-    "BEST_MODEL",
-    "COMMAND_LINE",
-    "FIT",
-    "HIDDEN",
-    "LIBRARY",
-    "Json",
-    "Place",
-    "RunSpec",
-    "Setting",
-    "Settings",
-    "find_recipe",
-    "here",
-    "nearest",
-    "resolve",
-    "shown",
-    "with_fit",
-    "with_flags",
-]

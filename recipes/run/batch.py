@@ -17,8 +17,8 @@ ARITHMETIC = "batch arithmetic"
 class Batch:
     """`micro` examples per process, `accumulation` micro-batches per step.
 
-    `data_parallel` counts the processes, or groups of them, with examples of their own. `source` is
-    what chose a micro-batch that the user did not: arithmetic, or `--fit`.
+    `data_parallel` counts the processes, or groups of them, with examples of their own. `source`
+    says who chose a micro-batch that the user did not write: arithmetic, or `--fit`.
     """
 
     micro: int

@@ -20,7 +20,7 @@ NOTHING_SIMILAR = "`train.py --help` lists them"
 
 
 def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
-    """The settings of a command line, with whatever is wrong in it added to `problems`.
+    """The settings of a command line; its mistakes are added to `problems`.
 
     Flags are `--name value`, `--name=value`, `--flag` or `--no_flag`. A dash in a name is an
     underscore, as for Hugging Face's parser.
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with its values. A word that no flag takes comes alone, with an empty flag."""
+    """Each flag with its values. A word that belongs to no flag comes alone, with an empty flag."""
     rest = list(argv)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")

@@ -22,8 +22,8 @@ from recipes.run.place import Place
 
 
 def launch_yaml(recipe: Recipe, deepspeed: object) -> Path:
-    """The Accelerate YAML of a launch for which the user names none: the recipe's. With
-    `--deepspeed` it is plain DDP's, because accelerate refuses DeepSpeed settings in a YAML then.
+    """The Accelerate YAML to launch with if the user names none: the recipe's. With `--deepspeed`
+    it is plain DDP's, because accelerate refuses DeepSpeed settings in a YAML then.
     """
     return shipped("standard.yaml" if deepspeed else recipe.engine)
 

@@ -101,7 +101,7 @@ class Engine:
 
     @property
     def title(self) -> str:
-        """Its name for people, such as `FSDP2` or `DeepSpeed ZeRO-2, optimizer offload`."""
+        """The display name, such as `FSDP2` or `DeepSpeed ZeRO-2, optimizer offload`."""
         names = {"single": "one process", "ddp": "DDP", "fsdp": f"FSDP{self.fsdp_version}"}
         names["deepspeed"] = f"DeepSpeed ZeRO-{self.zero_stage}"
         devices = {"optimizer": self.offload_optimizer, "parameter": self.offload_param}
@@ -118,7 +118,7 @@ _KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": 
 def from_yaml(path: str | Path) -> Engine:
     """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them.
 
-    Raises `UserError` for an empty file: accelerate launch dies of it in a traceback.
+    Raises `UserError` for an empty file, on which accelerate launch ends in a traceback.
     """
     raw = read_yaml(path, "--accelerate_config")
     if not raw:
@@ -200,9 +200,10 @@ def deepspeed_json(section: Json) -> Json | None:
 
 
 def _as_deepspeed(engine: Engine, section: Json) -> Engine:
-    """The engine with what `deepspeed_config` of a YAML says, or its DeepSpeed JSON.
+    """The engine with the stage and offload of a YAML's `deepspeed_config`, or of its DeepSpeed
+    JSON.
 
-    A stage that the YAML leaves out is 2, accelerate's default; in a JSON it is DeepSpeed's, 0.
+    A stage that the YAML leaves out is 2, accelerate's default; in a JSON it is 0, DeepSpeed's.
     """
     named = deepspeed_json(section)
     content = named or {}
@@ -235,7 +236,7 @@ def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
 
 
 def _as_fsdp(engine: Engine, version: object, offload: object) -> Engine:
-    """FSDP offloads parameters and optimizer together."""
+    """The engine as FSDP of this version, which offloads parameters and optimizer together."""
     device = "cpu" if str(offload).lower() in ("true", "1") else "none"
     return replace(engine, kind="fsdp", fsdp_version=_int(version), offload_optimizer=device, offload_param=device)
 

@@ -1,4 +1,4 @@
-"""Fingerprints of data and models, which say if another run reads the same."""
+"""Fingerprints of data and models, by which a run recognises that another one reads the same."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ MODEL_FILES = (
 
 
 def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
-    """A hash of a local file, or of all files in a folder; without data, of the demonstration's:
-    the standard library of this Python. None for data of the Hub, or if a file cannot be read.
-    Of a mixture: of each part's hash, or its name on the Hub, and what is taken of it.
+    """A hash of a local file, or of all files in a folder. None for data of the Hub, or if a file
+    cannot be read.
 
-    Up to 256 MiB are read whole, of more 4,096 blocks at equal distances and the files' ends.
+    Without data it is the hash of the demonstration's texts, the standard library of this Python.
+    The hash of a mixture combines each part's hash, or its name on the Hub, with the settings of
+    the part. Up to 256 MiB are read whole; of more, 4,096 blocks at equal distances and the ends of
+    the files.
     """
     if not dataset_name:
         return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -46,8 +48,9 @@ def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
 
 
 def of_model(name: str | None, revision: str = "main") -> str | None:
-    """A hash of a local folder's weights, configuration and tokenizer; of a model on the Hub
-    `commit` and the commit that its cache has for this revision. None if unknown, or no model.
+    """A hash of a local folder's weights, configuration and tokenizer. For a model on the Hub it is
+    `commit` and the commit that the local cache has for this revision. None if unknown, or no
+    model.
     """
     if not name:
         return None

@@ -42,7 +42,7 @@ def read(folder: str | Path) -> Json:
 
 
 def with_fit(run: RunSpec) -> RunSpec:
-    """The run at the micro-batch in its output folder's fit.json, if it was found for this run."""
+    """The run with the micro-batch of fit.json, if that was found for this run; else unchanged."""
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return run
     fitted = batch(run, read(run["output_dir"])) if run["output_dir"] else None

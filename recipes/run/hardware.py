@@ -67,7 +67,7 @@ class Hardware:
 
 
 def read() -> Hardware:
-    """The hardware of this machine. Never raises: a fact that cannot be read is absent."""
+    """The hardware of this machine. Never raises: an unreadable fact is left out."""
     liger = importlib.util.find_spec("liger_kernel") is not None
     return Hardware(_cuda_gpus(), usable_cores(), liger)
 

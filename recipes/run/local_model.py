@@ -47,18 +47,20 @@ def is_git_lfs_pointer(file: Path) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the decoder: that of a model with images has a section for it."""
+    """The section that describes the decoder, or the configuration itself if it has no sections."""
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """True for the weights of a sequence classifier. Loading them does not ask."""
+    """True for the weights of a sequence classifier, which load into a language model without an
+    error.
+    """
     names = config.get("architectures")
     return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence, in tokens, that the model has positions for. None: no such limit."""
+    """The longest sequence, in tokens, that the model has positions for. None: no limit."""
     text = text_config(config)
     positions = next((text[name] for name in _POSITIONS if name in text), None)
     if not isinstance(positions, int) or positions <= 0:  # DeBERTa says -1

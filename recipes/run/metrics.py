@@ -1,4 +1,4 @@
-"""The metrics that train.py reports of a classifier, and which way each is better."""
+"""The metrics that train.py reports for a classifier, and whether smaller or greater is better."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _SMALLER = ("loss", "mse", "mae")
 
 
 def smaller_is_better(metric: str) -> bool | None:
-    """Of a metric, with or without `eval_`. None for one that only its script knows."""
+    """True if a smaller value of this metric is better, with or without `eval_` before its name.
+    None for a metric that only its script knows.
+    """
     name = metric.removeprefix("eval_")
     if name in _SMALLER:
         return True

@@ -53,8 +53,8 @@ def find_recipe(name: str) -> Recipe:
 def own_settings(recipe: Recipe) -> dict[str, Setting]:
     """The fixed values in a user's own files, as settings that the user wrote.
 
-    They count as written wherever that makes a difference. Values of a shipped base, and those that
-    depend on the run, are decided as for every recipe.
+    A rule that asks whether a setting was written finds them written. Values of a shipped base, and
+    those that depend on the run, are decided as for every recipe.
     """
     values = recipe.changes.items() if recipe.files else ()
     stated = {name: value for name, value in values if isinstance(value, tuple) and name not in _OF_A_RECIPE}
@@ -149,9 +149,7 @@ def _change(name: str, value: Any, file: str) -> Value | None:
         if name in _EARLY:
             raise mistake(name, "cannot depend on the run", "a value with its reason", file)
         return lambda run: _decision(name, _run(file, value, run), file)
-    has_none = "None" in legal.settings()[name].types or name == "report_to"
-    is_left = value is None or (_is_pair(value) and value[0] is None and not has_none)
-    return None if is_left else _decision(name, value, file)
+    return None if value is None else _decision(name, value, file)
 
 
 def _of_a_recipe(name: str, value: Any, file: str) -> Decision:

@@ -1,4 +1,4 @@
-"""Where a run trains, and how it is launched there."""
+"""The place of a run: its processes, their machine, and how they are launched."""
 
 from __future__ import annotations
 

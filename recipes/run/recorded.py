@@ -1,8 +1,9 @@
-"""run.json, read: the settings of a run that trained, to train them again.
+"""run.json, read again: the settings of an earlier run, to train it once more.
 
-The values that the user wrote are written again; the rest follows from them as it did then. Where
-it follows otherwise here (another version, a limit of the model, a micro-batch that `--fit` found),
-the recorded value is written too, unless the machine decided it and this is another machine.
+The values that the user wrote are written again, and the rest follows from them as it did then.
+Where a value would be another one here (another version, a limit of the model, a micro-batch that
+`--fit` found), the recorded one is written too, unless the machine decided it and this is another
+machine.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """The values that the user of the run wrote, without secrets: each that is not `given` anew is
-    a problem.
+    """The values that the user of the run wrote, without secrets. A secret that is not `given` anew
+    is a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}
@@ -100,8 +101,8 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
-    """The recorded values that `derived` has otherwise: the same settings written, and everything
-    else derived here, for the recorded number of processes.
+    """The recorded values that differ from those of `derived`: a run with the same settings written
+    and everything else decided here, for the recorded number of processes.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
@@ -130,7 +131,7 @@ def is_derived(source: str) -> bool:
 
 
 def is_legal(name: str, value: Any) -> bool:
-    """True if the installed libraries take the value: another version's default may be none."""
+    """True if the installed libraries accept the value: a default of another version may not be."""
     problems: list[Problem] = []
     return bool(accept({name: value}, NAME, problems)) and not problems
 
@@ -150,7 +151,9 @@ def places_of(run: RunSpec) -> dict[str, str]:
 
 
 def _found(record: Json, name: str, value: Any) -> Any:
-    """The value of a setting, with a file or folder that is not here where the run found it."""
+    """The value of a setting. A path that is not found from here becomes the recorded
+    absolute path, if that exists.
+    """
     then = (record.get("paths") or {}).get(name)
     if not then or not isinstance(value, str) or ":" in value or paths_of(value):  # mine.py:mine is its function
         return value

@@ -1,6 +1,7 @@
-"""`RunSpec`: one resolved run, every value with where it came from and why.
+"""`RunSpec`: one resolved run, with the source and the reason of every value.
 
-A run is frozen. What is known only later, such as the model's longest sequence, makes a new run.
+A run is frozen. A fact that is known only later, such as the model's longest sequence, makes a new
+run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Settings = Mapping[str, Any]  # values of settings by name: a RunSpec, or a plai
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, where it came from (`command line`, a file, `recipe fast`, ...), and why."""
+    """A value with its source (`command line`, a file, `recipe fast`, ...) and its reason."""
 
     value: Any
     source: str
@@ -103,7 +104,7 @@ class RunSpec(Mapping):
         return {newest.get(name, name): value for name, value in chosen.items()}
 
     def with_source(self, problem: Problem) -> Problem:
-        """The problem, completed with where its setting came from if it does not say."""
+        """The problem with the source of its setting, unless it has one."""
         if problem.source or problem.subject not in legal.settings():
             return problem
         return replace(problem, source=self.setting(problem.subject).source)
@@ -129,7 +130,7 @@ class RunSpec(Mapping):
 
     @property
     def engine_title(self) -> str:
-        """The engine's name for people. On a CPU, accelerate trains an FSDP launch as plain DDP."""
+        """The engine's display name. On a CPU, accelerate trains an FSDP launch as plain DDP."""
         if self.engine.kind == "fsdp" and not self.hardware.can_shard:
             return replace(self.engine, kind="ddp", offload_optimizer="none", offload_param="none").title
         return self.engine.title
@@ -154,14 +155,16 @@ class RunSpec(Mapping):
         return replace(self, limits={**self.limits, name: Setting(limit, "limit", reason)})
 
     def given_too(self, **settings: Any) -> RunSpec:
-        """The run as if these settings had been written, too. Values that depend on them follow."""
+        """The run as if these settings had been written too. Values that depend on them follow."""
         given = {name: replace(self.setting(name), value=value) for name, value in settings.items()}
         return replace(self, given={**self.given, **given})
 
     # --- Values that the user did not write ---
 
     def _layers(self, name: str) -> Iterator[tuple[str, Value | None]]:
-        """Who could decide such a value, from first to last, with their decisions."""
+        """The decisions about a value that the user did not write, and who made each, first to
+        last.
+        """
         if name in BATCH_FIELDS:
             sizes = dict(zip(BATCH_FIELDS, (self.batch.total, self.batch.micro, self.batch.accumulation), strict=True))
             by_arithmetic = name == "global_batch_size"

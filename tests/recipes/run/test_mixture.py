@@ -37,7 +37,6 @@ WRONG = {
     "a number": ("[a, 3]", "takes names, or entries with name, weight"),
     "a misspelt field": ("[{name: a, wight: 2}]", "entries with name, weight, split, config, columns, got"),
     "no name": ("[{weight: 2}]", "takes names, or entries with name"),
-    "a number as its split": ("[{name: a, split: 3}]", "takes texts for a part's name"),
     "a weight of nothing": ("[{name: a, weight: 0}]", "takes a weight above 0, got 0 for a"),
     "a weight for one alone": ("[{name: a, weight: 2}, b]", "weights for all parts or for none"),
     "columns that are a list": ("[{name: a, columns: [x]}]", "columns as name: new name"),

@@ -109,7 +109,7 @@ def test_its_factory_returns_arguments(files, tmp_path):
 
 
 def test_null_leaves_a_setting_to_the_library(files):
-    files(mine_yaml=_HEAD + "changes: {learning_rate: [null, as the library has it], optim: [null, the same]}")
+    files(mine_yaml=_HEAD + "changes: {learning_rate: null, optim: null}")
     run = run_of("mine.yaml")
     assert (run["learning_rate"], run["optim"]) == (5e-5, legal.settings()["optim"].default)
     assert run.setting("optim").source == "library default"

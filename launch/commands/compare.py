@@ -169,7 +169,7 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         run, record = _recipe_run(options.name, options.num_processes, options.global_batch_size), {}
         as_json, heading, chosen = run_as_json(run), _heading(run), {}
         for name in ("engine", "micro_batch_cap"):  # the recipe's two values that are no settings of train.py
-            value, reason = run.recipe.fixed(name)
+            value, reason = run.recipe.settings[name]  # type: ignore[misc] # which depends on no run
             by, _ = run.recipe.stated(name) or (run.recipe, None)
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
         chosen |= {name: entry for name, entry in as_json["settings"].items() if name != "recipe"}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _STRETCHES = 8  # of a run, whose step times are compared
 _MICRO_STEP = "micro-step"
-_SHOWN = ("loss", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
+_SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
 
 
 class StopOnNotANumber(TrainerCallback):
@@ -112,6 +112,7 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
             print_problems(warmup_within(self.run, state.max_steps), self.out)
+        self.first, self.began = state.global_step, time.monotonic()
         is_off = not self.is_shown or not self.out.is_terminal or self.out.quiet
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, leave=False, disable=is_off)
 
@@ -122,8 +123,13 @@ class Progress(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         parts = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in (logs or {})]
         if parts and self.is_shown:
+            parts = [f"step {state.global_step}/{state.max_steps}", f"epoch {state.epoch or 0:.3g}", *parts]
+            if self.bar.disable:  # in a log; on a terminal the bar shows the time
+                elapsed, done = time.monotonic() - self.began, max(1, state.global_step - self.first)
+                left = elapsed / done * (state.max_steps - state.global_step)
+                parts.append(f"{tqdm.format_interval(elapsed)}, {tqdm.format_interval(left)} left")
             with tqdm.external_write_mode(self.out.file):  # above the bar
-                self.out.print(f"step {state.global_step}/{state.max_steps}  {'  '.join(parts)}", highlight=False)
+                self.out.print("  ".join(parts), highlight=False)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()

@@ -91,6 +91,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
             **({"example": shortened(example)} if example else {}),
             "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
             "batch": batch(run),
+            "schedule": schedule(run),
             "precision": precision(run),
             "output": run["output_dir"],
         }
@@ -124,6 +125,17 @@ def batch(run: RunSpec) -> str:
     if sharing > 1:
         words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
     return words + (f", {split.reason}" if run.batch.source == FIT else "")
+
+
+def schedule(run: RunSpec) -> str:
+    """The learning rate over the run, its length and that of a sequence, as settings name them."""
+    warmup = run["warmup_steps"]
+    warm_up = f"warm-up of {warmup:.0%}" if 0 < warmup < 1 else f"warm-up of {plural(int(warmup), 'step')}"
+    length = (
+        f"num_train_epochs {run['num_train_epochs']:g}" if run["max_steps"] <= 0 else f"max_steps {run['max_steps']}"
+    )
+    rate = f"learning_rate {run['learning_rate']:g}, {run['lr_scheduler_type']}"
+    return f"{rate}, {warm_up if warmup else 'no warm-up'}, {length}, max_length {run['max_length']}"
 
 
 def precision(run: RunSpec) -> str:

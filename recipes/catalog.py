@@ -91,6 +91,7 @@ def standard() -> Recipe:
             micro_batch_cap=(4, "small enough for most models and GPUs; `recipes fit` finds a larger one"),
             bf16=bf16_where_native,
             fp16=fp16_before_sm80,
+            dtype=frozen_weights_in_16_bits,
             logging_steps=(5, "each log is an all-gather and a host sync"),
             logging_first_step=(True, "the loss before training, to see it fall"),
             logging_nan_inf_filter=(
@@ -207,6 +208,14 @@ def bf16_unless_gpu_is_too_old(run) -> Decision:
     if run.hardware.cuda and run.hardware.capability < (8, 0):
         return bf16_where_native(run)
     return True, "ZeRO keeps fp32 master weights; 16-bit weights and gradients halve the rest"
+
+
+def frozen_weights_in_16_bits(run) -> Decision:
+    if not run["use_peft"] or not run.hardware.cuda or not run["bf16"]:
+        return "float32", "small updates would be rounded away in 16 bits"
+    if run.engine.kind in ("deepspeed", "fsdp"):
+        return "float32", f"{run.engine.title} converts or shards weights of one type"
+    return "bfloat16", "frozen weights take half the memory; the adapters stay in float32"
 
 
 def tf32_from_sm80(run) -> Decision:

@@ -314,12 +314,14 @@ def _device(run: Settings) -> int | str:
 
 
 def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
-    from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+    """The model with LoRA, whose weights are float32 under mixed precision.
 
-    checkpointing = bool(run["gradient_checkpointing"])
-    if run["load_in_4bit"]:
-        model = prepare_model_for_kbit_training(model, checkpointing, run["gradient_checkpointing_kwargs"])
-    elif checkpointing:
+    The frozen weights keep the type `dtype`, also beside those in 4 bits: peft's own preparation
+    would turn embeddings and head to float32, and with them all that the layers hand on.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    if run["gradient_checkpointing"]:
         model.enable_input_require_grads()  # frozen embeddings would cut the recomputed blocks off the graph
     lora = LoraConfig(
         r=run["lora_r"],
@@ -330,10 +332,14 @@ def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,
     )
     try:
-        return get_peft_model(model, lora)
+        adapted = get_peft_model(model, lora)
     except ValueError as error:  # for example, LoRA on experts does not support dropout
         fix = what_peft_accepts(" ".join(str(error).split()), run["use_dora"])
         raise mistake("use_peft", f"peft refuses this model: {one_line(error)}", fix) from None
+    if (run["bf16"] or run["fp16"]) and not (is_fsdp_enabled() or is_deepspeed_zero3_enabled()):
+        for parameter in filter(lambda one: one.requires_grad, adapted.parameters()):
+            parameter.data = parameter.data.float()  # peft copies a classifier's head in the type of the model
+    return adapted
 
 
 def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:

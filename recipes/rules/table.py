@@ -446,12 +446,6 @@ _OF_TRAIN_PY = (
                lambda run: "{:g} is unusual for {}".format(run["learning_rate"], _usual_rates(run)[2]),
                lambda run: "--learning_rate from {:g} to {:g}".format(*_usual_rates(run)),
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
-    advice_row("frozen_weights_take_16_bits", "dtype",  # DeepSpeed converts them itself; FSDP shards one type only
-               lambda run: _fine_tunes(run) and run["use_peft"] and run["dtype"] == "float32"
-               and not (run["load_in_4bit"] or uses_deepspeed(run) or uses_fsdp(run))
-               and on_gpu(run) and run.hardware.capability >= (8, 0),
-               "keeps the frozen weights in float32, in twice the memory that bfloat16 takes",
-               "--dtype bfloat16: the adapters stay in float32"),
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
                lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],
                "is no: nothing shows when the model learns by heart",

@@ -45,6 +45,12 @@ VALUES = [
     ("fast", H100, {}, dict(use_liger_kernel=False)),
     ("fast", EIGHT_H100, {}, dict(use_liger_kernel=True)),
     ("fast", EIGHT_H100, dict(label_smoothing_factor=0.1), dict(use_liger_kernel=False)),
+    # frozen weights in 16 bits, where nothing asks for one type of all
+    ("standard", H100, {}, dict(dtype="float32")),
+    ("standard", H100, dict(use_peft=True), dict(dtype="bfloat16")),
+    ("standard", H100, dict(use_peft=True, dtype="float32"), dict(dtype="float32")),
+    ("standard", T4, dict(use_peft=True), dict(dtype="float32")),
+    ("memory", H100, dict(use_peft=True), dict(dtype="float32")),
     # segments grow on a card, unless its graphs or the user say otherwise
     ("standard", CPU, {}, dict(expandable_segments=False)),
     ("standard", H100, {}, dict(expandable_segments=True)),

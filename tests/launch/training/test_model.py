@@ -219,6 +219,13 @@ def test_classifier_head_is_trained_beside_its_adapters(bert):
     assert any("classifier" in name for name in trainable(model))
 
 
+def test_frozen_weights_have_16_bits_and_trained_ones_32(bert):
+    settings = dict(task="sequence_classification", use_peft=True, dtype="bfloat16", bf16=True)
+    model = load(run_with(bert, **settings), CLASSES)
+    types = {(one.requires_grad, one.dtype) for name, one in model.named_parameters() if "original_module" not in name}
+    assert types == {(True, torch.float32), (False, torch.bfloat16)}
+
+
 # --- 4 bits --------------------------------------------------------------------------------------
 
 
@@ -228,6 +235,7 @@ def test_adapters_learn_on_quantised_weights_that_compute_in_the_type_of_the_run
     name = save(LlamaForCausalLM(LlamaConfig(**SMALL | {"hidden_size": 64}, intermediate_size=128)), tmp_path)
     precision = {mixed: True} if mixed else {}
     model = load(run_with(name, use_peft=True, load_in_4bit=True, gradient_checkpointing=mixed == "bf16", **precision))
+    assert model.get_input_embeddings().weight.dtype == torch.float32  # as asked: the default
     assert model.base_model.model.model.layers[0].mlp.up_proj.base_layer.compute_dtype == dtype
     loss_of(model.train()).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -89,9 +89,6 @@ CASES |= {
         Run(f"{DISPATCHED} --packing false", world=2), Run(f"{DISPATCHED} --packing", world=2)),
     "bf16_needs_sm80": (Run("--bf16", hardware=machine(T4)), Run("--bf16 --use_cpu", hardware=machine(T4))),
     "tf32_needs_sm80": (Run("--tf32 true", hardware=machine(T4)), Run("--tf32 true", hardware=machine(A100))),
-    "frozen_weights_take_16_bits": (
-        Run("--model_name_or_path gpt2 --use_peft", hardware=machine(A100)),
-        Run("--model_name_or_path gpt2 --use_peft --dtype bfloat16", hardware=machine(A100))),
     "fp16_needs_a_gpu": (Run("--fp16"), Run("--fp16", hardware=machine(T4))),
     "fp16_weights_cannot_be_unscaled": (
         Run("--dtype float16", hardware=machine(T4)), Run("--dtype float16 --fp16")),  # which does nothing on a CPU

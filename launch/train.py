@@ -22,6 +22,7 @@ if __package__ in (None, ""):
     block_until_listening()  # a signal during the imports below would end in a traceback
     import_own_packages()
 
+from launch.data.columns import require_columns
 from launch.fit.search import fit
 from launch.host.files import print_without_reader
 from launch.host.launcher import end_with_launcher
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         with failure.explained_by(run):
             quiet_libraries(run["verbose"])
             print_problems(require_legal(run), console(world.is_main))
+            require_columns(run)
             require_launcher()
             if run["fit"] or run["fit_only"]:
                 run = fit(run, argv, world)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.commands.catalogue import run_as_json
+from launch.data.columns import check_columns
 from launch.flags import Commands
 from launch.terminal import console, plural, print_problems
 from recipes.errors import Problem, mistake
@@ -67,4 +68,4 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
         cards = (Gpu(known.name, known.capability, known.torch_bytes),) * place.world_size
         place = replace(place, hardware=Hardware(cards, cores=8 * place.world_size), packages=frozenset())
     run = with_fit(resolve(rest, place))
-    return run, check(run, accelerate_config_given=options.accelerate_config is not None)
+    return run, [*check(run, accelerate_config_given=options.accelerate_config is not None), *check_columns(run)]

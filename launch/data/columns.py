@@ -72,8 +72,14 @@ def column_problems(run: Settings, part: Part, columns: Mapping[str, bool]) -> l
 
 
 def require_columns(run: RunSpec) -> None:
-    """Raises `UserError` with everything that is wrong with the columns of local files. A folder,
-    the Hub and a file that cannot be read are left to the training.
+    """Raises `UserError` with everything that is wrong with the columns of local files."""
+    if found := check_columns(run):
+        raise UserError(*found)
+
+
+def check_columns(run: RunSpec) -> list[Problem]:
+    """The problems with the columns of local files. A folder, the Hub and a file that cannot be
+    read are left to the training.
     """
     found = []
     for part in parts_of_run(run):
@@ -82,8 +88,7 @@ def require_columns(run: RunSpec) -> None:
             if columns and column_problems(run, part, columns):
                 columns = _columns_of(file)
             found += column_problems(run, part, columns) if columns else []
-    if found:
-        raise UserError(*map(run.with_source, found))
+    return [run.with_source(problem) for problem in found]
 
 
 def _columns_of(file: Path, rows: int | None = None) -> dict[str, bool]:

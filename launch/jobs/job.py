@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from launch.data.columns import require_columns
 from launch.host.launcher import LAUNCHER
 from launch.host.processes import last_lines
 from launch.host.secrets import refuse_secrets, without_secrets
@@ -114,6 +115,7 @@ def checked_job(
     place = here(world, accelerate_config, node.processes, hardware=node.hardware, packages=node.packages)
     run = with_fit(resolve(words, place, data, "--data"))
     advice = require_legal(run)
+    require_columns(run)
     if advice and says_advice:
         print_problems(advice, console(stderr=True))
     if run.engine.kind == "single" and world > 1:

@@ -1,0 +1,93 @@
+"""The columns of local files are judged before anything is imported, as the training will judge."""
+
+import gzip
+import json
+import subprocess
+import sys
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from launch.data.columns import require_columns
+from recipes.errors import UserError
+from tests.support.running import ROOT
+from tests.support.runs import resolved
+
+CLASSIFY = "--task sequence_classification"
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def write(file, rows):
+    """A file in the format that its name says."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if file.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif file.suffix == ".csv":
+        file.write_text("\n".join(",".join(map(str, row)) for row in (rows[0], *(row.values() for row in rows))))
+    elif file.suffix == ".gz":
+        file.write_bytes(gzip.compress(lines.encode()))
+    else:
+        file.write_text(lines)
+
+
+def problems(folder, name, rows, flags):
+    write(folder / name, rows)
+    try:
+        require_columns(resolved(f"--dataset_name {folder / name} {flags}"))
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.parquet", "d.jsonl.gz"])
+def test_a_file_without_a_known_column_is_refused_with_the_columns_that_it_has(name, tmp_path):
+    (found,) = problems(tmp_path, name, [{"question": "Why?", "number": 3}], "")
+    assert found.subject == "dataset_text_field" and "d" in found.what and "question, number" in found.what
+    assert "--dataset_text_field with one of question" in found.fix and found.source == "library default"
+
+
+def test_both_columns_of_a_classifier_are_reported_at_once(tmp_path):
+    found = problems(tmp_path, "d.csv", [{"review": "good", "stars": 5}], CLASSIFY)
+    assert [one.subject for one in found] == ["dataset_text_field", "dataset_label_field"]
+
+
+LEGAL = [
+    ("chats", [CHAT], ""),
+    ("another text column", [{"body": "a"}], "--dataset_text_field body"),
+    ("renamed columns", [{"q": "a", "a": "b"}], "--dataset_columns q=prompt a=completion"),
+    ("a column that only later rows have", [{"number": 1}, {"text": "a"}], ""),
+    ("a classifier's columns", [{"text": "a", "label": 1}], CLASSIFY),
+]
+
+
+@pytest.mark.parametrize(("rows", "flags"), [case[1:] for case in LEGAL], ids=[case[0] for case in LEGAL])
+def test_what_can_be_read_is_not_refused(rows, flags, tmp_path):
+    assert not problems(tmp_path, "d.jsonl", rows, flags)
+
+
+@pytest.mark.parametrize("text", ["", "[\n {'a': 1}]", '[{"a": 1}]', "\xff\xfe"])
+def test_a_file_that_is_no_lines_of_objects_is_left_to_its_reader(text, tmp_path):
+    (tmp_path / "d.json").write_text(text, encoding="latin-1")
+    require_columns(resolved(f"--dataset_name {tmp_path / 'd.json'}"))
+
+
+def test_a_renamed_column_that_is_not_there_is_named(tmp_path):
+    (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], "--dataset_columns qestion=prompt")
+    assert (found.subject, found.source) == ("dataset_columns", "command line") and "'qestion'" in found.what
+
+
+def test_names_that_are_no_pairs_are_refused():
+    (found,) = resolved("--dataset_columns question").problems
+    assert "old=new" in found.what and "question=prompt" in found.fix
+
+
+def test_a_look_at_the_columns_imports_no_library(tmp_path):
+    write(tmp_path / "d.jsonl", [{"body": "a"}])
+    code = (
+        "import sys\nfrom launch.data.columns import require_columns\nfrom recipes.run import resolve\n"
+        f"try: require_columns(resolve(['--dataset_name', {str(tmp_path / 'd.jsonl')!r}]))\n"
+        "except Exception as error: print(type(error).__name__, 'datasets' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["UserError", "False", "False"]

@@ -31,6 +31,7 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
+from launch.data.columns import check_columns
 from recipes.errors import Problem, UserError
 from recipes.rules.check import problems_by_rule
 from recipes.rules.probe import probe_in_child
@@ -93,6 +94,7 @@ def judge(case: Case) -> Judgement:
     except UserError as error:
         return Judgement({PARSING: list(error.problems)})
     found = [*((PARSING, problem) for problem in run.problems), *problems_by_rule(run)]
+    found += [("columns", problem) for problem in check_columns(run)]
     errors: dict[str, list[Problem]] = {}
     for name, problem in found:
         if problem.severity == "error":
@@ -346,6 +348,7 @@ UNPROVEN: dict[str, str] = {
     **dict.fromkeys(
         ("only_the_demonstration_has_no_data", "only_the_demonstration_has_no_model"), "the demonstration's is trained"
     ),
+    "sequences_and_models_are_not_divided": "tp_size divides nothing: ranks compute the same examples",
     "adapters_need_trained_weights": "nothing but the adapters learns, on top of random weights",
     "fsdp2_shards_layer_by_layer": "a model below min_num_params is gathered whole; any real one fails",
     "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",

@@ -73,7 +73,8 @@ def recipe(name: str):
     any other keyword overrides the recipe. Raises `UserError` for settings that are not legal
     together, and for a setting that `args_class` has no field for. What only a script knows, such
     as its metrics, is not judged. Warns if no launcher has set up the recipe's engine. DDP settings
-    such as `gradient_as_bucket_view` reach DDP by `launch.training.trainer.apply_ddp_settings(trainer, run)`.
+    such as `gradient_as_bucket_view` reach DDP by `launch.training.trainer.apply_ddp_settings(trainer,
+    {{"gradient_as_bucket_view": True, "ddp_comm_hook": "no"}})`.
     """
     return build
 

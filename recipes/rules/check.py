@@ -24,7 +24,7 @@ RULES: list[Rule] = [
 
 
 def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
-    """Everything wrong with the run, errors first.
+    """Everything wrong with the run, errors first, and no advice about a setting that is wrong.
 
     With `accelerate_config_given` false, `accelerate launch` will be called without --config_file,
     and reads the user's own default configuration if there is one.
@@ -36,6 +36,8 @@ def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
         found += error.problems
     if not accelerate_config_given:
         found += stray_accelerate_config(run.place.environment)
+    wrong = {problem.subject for problem in found if problem.severity == "error"}
+    found = [problem for problem in found if problem.severity == "error" or problem.subject not in wrong]
     return sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "error")
 
 

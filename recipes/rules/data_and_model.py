@@ -37,8 +37,8 @@ from recipes.rules.facts import (
 )
 from recipes.rules.table import error_row
 from recipes.run import RunSpec, nearest
+from recipes.run.files import existing_path, expanded
 from recipes.run.local_model import (
-    existing_path,
     is_git_lfs_pointer,
     max_positions,
     model_folder,
@@ -117,6 +117,32 @@ def the_splits_can_be_read(run):
         yield run.with_source(nothing_to_evaluate_on(has, run["dataset_streaming"]))
 
 
+@rule
+@of_train_py
+def evaluation_rows_are_not_trained(run):
+    """The evaluation would measure what was learned by heart."""
+    test, train = run["dataset_test_split"] or "", run["dataset_train_split"]
+    if run["eval_strategy"] == "no" or not _share_rows(test, train):
+        return
+    name, unit, start, end = _slice(test) or (test, "", 0, math.inf)
+    rest = f"{name}[:{start}{unit}]" if end == math.inf else f"{name}[{end:g}{unit}:]"
+    fix = f"--dataset_train_split '{rest}'" if bool(start) != (end < math.inf) else "other rows to train on"
+    yield advice(run, "dataset_test_split", f"{test} has rows of {train}, which are trained on", fix)
+
+
+def _share_rows(one: str, other: str) -> bool:
+    """True if two splits surely share rows: a part and the whole, or parts that overlap."""
+    if (first := _slice(one)) and (second := _slice(other)):
+        return first[:2] == second[:2] and max(first[2], second[2]) < min(first[3], second[3])
+    return one.partition("[")[0] == other.partition("[")[0] and ("[" not in one or "[" not in other)
+
+
+def _slice(split: str) -> tuple[str, str, int, float] | None:
+    """Name, unit (`%` or none), start and end of `train[80%:]`; None for any other split."""
+    found = re.fullmatch(r"(\w+)\[(\d*)(%?):(\d*)(%?)\]", split)
+    return found and (found[1], found[3] or found[5], int(found[2] or 0), float(found[4] or "inf"))
+
+
 def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
     """The parts that are files, each with its files."""
     return [(part, files) for part in parts_of(run["dataset_name"]) if (files := files_of(part.name))]
@@ -124,7 +150,7 @@ def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
 
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
     """The problem that a run evaluates, and its data has no test split."""
-    slices = "--dataset_test_split 'train[95%:]' --dataset_train_split 'train[:95%]'"
+    slices = "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"
     return Problem(
         "dataset_test_split",
         f"there is nothing to evaluate on: {has}, no test and no validation",
@@ -161,8 +187,14 @@ def the_model_is_a_folder(run):
         return
     if existing_path(name):
         yield _about_model(run, f"{name} is a file", "the folder that holds config.json and the weights")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        yield _about_model(run, f"there is no folder {name}", "an existing folder, or a Hub id")
+        return
+    parent = expanded(name).parent
+    near = nearest(expanded(name).name, [path.name for path in parent.glob("*")])
+    fix = str(parent / near) if near else "an existing folder, or a Hub id"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        yield _about_model(run, f"there is no folder {name}", fix)
+    elif near and "/" in name:  # `outputs/base`, or a model of somebody who is called like a folder here
+        yield advice(run, "model_name_or_path", f"there is no folder {name} here, so the Hub is asked for it", fix)
 
 
 @rule
@@ -390,10 +422,6 @@ _OF_TRAIN_PY = (
               lambda run: f"{run['max_length']} tokens are more than the {max_positions(known_config(run))} positions "
               "the model has", lambda run: f"--max_length {max_positions(known_config(run))} or less",
               "`IndexError: index out of range in self`, or a device-side assert in the embedding."),
-    error_row("stored_weights_are_not_quantised_again", "load_in_4bit",
-              lambda run: run["load_in_4bit"] and stored_as(run) not in ("", "bitsandbytes"),
-              lambda run: f"bitsandbytes cannot load weights that are quantised with {stored_as(run)}", "leave it out",
-              "`The model is quantized with GPTQConfig but you are passing a BitsAndBytesConfig config.`"),
     error_row("stored_weights_can_be_trained", "model_name_or_path",
               lambda run: not run["use_peft"] and not run["load_in_4bit"] and stored_as(run) in _ONLY_WITH_ADAPTERS,
               lambda run: f"has weights quantised with {stored_as(run)}, which only train with adapters", "--use_peft",

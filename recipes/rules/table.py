@@ -267,6 +267,7 @@ _ERRORS = (
               lambda run: run.explicit("torch_compile") and not run["torch_compile"],
               "turns torch_compile on, which is switched off", "leave it out",
               "A backend or a mode compiles even with `torch_compile false`."),
+
     error_row("checkpointing_settings_are_a_mapping", "gradient_checkpointing_kwargs",
               lambda run: run["gradient_checkpointing"] and isinstance(run["gradient_checkpointing_kwargs"], str),
               "'{gradient_checkpointing_kwargs}' is not a JSON object, and a file cannot be given here",
@@ -279,6 +280,11 @@ _ERRORS = (
               "`'DeepSpeedZeroOptimizer' object has no attribute 'defaults'`, once the model is loaded."),
 
     # Evaluation and the best model
+    error_row("the_best_model_needs_evaluation", "load_best_model_at_end",
+              lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == "no" != run["save_strategy"],
+              "needs evaluations, by which the best is found",
+              "--eval_strategy epoch --dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'",
+              "`--load_best_model_at_end requires the save and eval strategy to match`, once the libraries are there."),
     error_row("saving_the_best_needs_evaluation", "save_strategy",
               lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
               "best needs evaluations, and a metric to compare them",
@@ -323,7 +329,8 @@ def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
 
 _ADVICE = (
     # Trains, but not what somebody may think
-    advice_row("fp16_needs_a_gpu", "fp16", lambda run: run["fp16"] and not on_gpu(run) and not uses_deepspeed(run),
+    advice_row("fp16_needs_a_gpu", "fp16",
+               lambda run: run["fp16"] and not (run["bf16"] or on_gpu(run) or uses_deepspeed(run)),
                "does nothing on a CPU: this run trains in fp32", "--bf16 instead, or leave it out",
                "The run reports fp16, and trains in fp32."),
     advice_row("sixteen_bit_weights_lose_small_updates", "dtype",
@@ -331,39 +338,13 @@ _ADVICE = (
                and not _unscales_its_weights(run),
                "{dtype} weights round small updates away", "--dtype float32 with --bf16, which computes in 16 bits",
                "AdamW's updates are mostly smaller than the last bit of a 16-bit weight."),
-    advice_row("persistent_workers_change_a_resume", "dataloader_persistent_workers",
-               lambda run: run["dataloader_persistent_workers"] and run["dataloader_num_workers"]
-               and not run["dataset_streaming"],
-               "from its next epoch, a resumed run draws other random numbers than an uninterrupted one",
-               "leave it out if a resume must be exact",
-               "Persistent workers keep their random state from epoch to epoch, and a resume loses it."),
-    advice_row("an_unseeded_sampler_changes_a_resume", "accelerator_config",
-               lambda run: str(accelerator_config(run).get("use_seedable_sampler")).lower() == "false"
-               and run["train_sampling_strategy"] == "random" and not run["dataset_streaming"],
-               "without use_seedable_sampler, a resume after the first epoch trains other examples",
-               "leave use_seedable_sampler out if a resume must be exact"),
     advice_row("weights_alone_do_not_resume", "save_only_model", lambda run: run["save_only_model"],
                "a resume would start with a new optimizer", "leave it out"),
-    advice_row("signal_checkpoints_may_be_incomplete", "enable_jit_checkpoint",
-               lambda run: run["enable_jit_checkpoint"],
-               "saves in the middle of a step, so a resume is not exact, and a checkpoint may be incomplete",
-               "leave it out: train.py saves on SIGTERM by itself",
-               "It saves mid-step, and nothing if one rank alone receives SIGTERM."),
 
     # Costs time
     advice_row("compiling_needs_one_shape", "torch_compile", lambda run: _compiles(run) and not run["packing"],
                "compiles again for every new length of a batch", "--packing, or leave it out",
                "`accelerate launch` compiles with dynamic=False."),
-    advice_row("counting_tokens_costs_a_sync", "include_num_input_tokens_seen",
-               lambda run: run["include_num_input_tokens_seen"] not in (False, "no"),
-               "costs a gather and a host sync in every micro-step", "leave it out: the summary counts tokens"),
-    advice_row("logging_costs_a_sync", "logging_steps",
-               lambda run: run.explicit("logging_steps") and run["logging_steps"] == 1
-               and run["logging_strategy"] == "steps",
-               "1 costs an all-gather and a host sync every step", "--logging_steps 10"),
-    advice_row("shared_memory_is_fast", "NCCL_SHM_DISABLE",
-               lambda run: is_true(run.place.environment.get("NCCL_SHM_DISABLE", "0")),
-               "is slower: it turns off NCCL's shared-memory transport", "unset it, unless /dev/shm is broken or tiny"),
 )  # fmt: skip
 
 
@@ -450,12 +431,6 @@ _OF_TRAIN_PY = (
                lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],
                "is no: nothing shows when the model learns by heart",
                "--eval_strategy epoch --dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"),
-    advice_row("evaluation_rows_are_not_trained", "dataset_test_split",
-               lambda run: run["eval_strategy"] != "no"
-               and (run["dataset_test_split"] or "").partition("[")[0] == run["dataset_train_split"],
-               "{dataset_test_split} is a part of {dataset_train_split}, which is trained on as a whole",
-               "--dataset_train_split with the other part, such as 'train[:90%]'",
-               "The evaluation measures what was learned by heart."),
 
     # What train.py does, and what it does not
     error_row("a_training_trains", "do_train", lambda run: run.explicit("do_train") and not run["do_train"],

@@ -120,7 +120,8 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
 def unknown(name: str, source: str) -> Problem:
     """The reason why `name` is not a legal setting: renamed, removed, elsewhere, or misspelt."""
     if name in moved.RENAMED:
-        return Problem(name, *moved.RENAMED[name], source)
+        what, new = moved.RENAMED[name]
+        return Problem(name, what, f"--{new}" if source == COMMAND_LINE and new in legal.settings() else new, source)
     if elsewhere := belongs(name):
         return Problem(name, "does not belong here", elsewhere, source)
     suggestion = nearest(name, legal.settings())

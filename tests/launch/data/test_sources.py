@@ -109,4 +109,4 @@ def test_a_malformed_or_empty_slice_is_about_the_split(wanted, tmp_path, tokeniz
 
 def test_nothing_to_evaluate_on_shows_how_to_split(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), eval_strategy="steps")
-    assert "--dataset_test_split 'train[95%:]' --dataset_train_split 'train[:95%]'" in problem(run, tokenizer).fix
+    assert "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'" in problem(run, tokenizer).fix

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 ROW = '{"text": "a"}\n'
 STREAM = "--dataset_streaming --max_steps 9"
 OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-QLORA, SCRATCH = "--load_in_4bit --use_peft", "--from_scratch"
+SCRATCH = "--from_scratch"
 INDEX = {"m/model.safetensors.index.json": {"weight_map": {"a": "model-00001-of-00002.safetensors"}}}
 FLASH, FA4 = "--attn_implementation flash_attention_2", "--attn_implementation flash_attention_4"
 FLEX, SDPA = "--attn_implementation flex_attention", "--attn_implementation sdpa"
@@ -27,6 +27,9 @@ B200 = Gpu("NVIDIA B200", (10, 0), 180 << 30)
 NO_FLASH = ("flash_attn", "flash_attn_interface", "kernels")
 SMOOTHED = "--use_liger_kernel --label_smoothing_factor 0.1"
 LIGER = "--use_peft --use_liger_kernel --lora_target_modules q_proj lm_head"
+
+
+HELD_OUT = f"--dataset_name d {EVAL} --dataset_test_split train[80%:]"
 
 
 def without(*names: str, **config) -> dict:
@@ -52,6 +55,10 @@ CASES = {
             d__jsonl=ROW,
         ),
     ),
+    "evaluation_rows_are_not_trained": (
+        Run(f"{HELD_OUT} --dataset_train_split train[:90%]"),
+        Run(f"{HELD_OUT} --dataset_train_split train[:80%]"),
+    ),
     "the_model_is_a_folder": (Run(MODEL), Run(MODEL, files=model())),
     "the_folder_holds_a_model": (Run(MODEL, files=without("model.safetensors")), Run(MODEL, files=model())),
     "the_weights_are_here": (
@@ -73,10 +80,6 @@ CASES = {
     "stored_weights_can_be_trained": (
         Run(MODEL, files=stored("gptq")),
         Run(f"{MODEL} --use_peft", files=stored("gptq")),
-    ),
-    "stored_weights_are_not_quantised_again": (
-        Run(f"{MODEL} {QLORA}", files=stored("gptq")),
-        Run(f"{MODEL} {QLORA}", files=stored("bitsandbytes")),
     ),
     "lora_on_the_head_gets_gradients": (
         Run(f"{MODEL} {LIGER}", files=model(), **ON_A100),
@@ -104,6 +107,8 @@ ALSO_FIRES = [
     ("the_splits_can_be_read", data(f"d.jsonl e.jsonl {EVAL}", d__jsonl=ROW, e__jsonl=ROW), "test_split"),
     ("the_splits_can_be_read", Run(f"--dataset_name d {STREAM} --dataset_train_split train[:95%]"), "train_split"),
     ("the_splits_can_be_read", Run(f"{STREAM} {EVAL} --dataset_test_split test+dev"), "test_split"),
+    ("evaluation_rows_are_not_trained", Run(HELD_OUT), "dataset_test_split"),  # all of train
+    ("the_model_is_a_folder", Run("--model_name_or_path m/bsae", files={"m/base/config.json": {}}), "model_name"),
     ("the_model_is_a_folder", Run(f"{MODEL}/config.json", files=model()), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files={"m/adapter_config.json": {}}), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json", model_type="bert")), "model_name"),
@@ -135,6 +140,8 @@ LEGAL_AFTER_ALL = [
     ("the_splits_can_be_read", data(f"d {EVAL}", **{"d/a.jsonl": ROW})),
     ("the_splits_can_be_read", Run(f"--dataset_name d {STREAM} --dataset_train_split en")),
     ("the_model_is_a_folder", Run("--model_name_or_path somebody/model")),
+    ("evaluation_rows_are_not_trained", Run(f"{HELD_OUT} --dataset_train_split train[:64]")),  # who knows
+    ("evaluation_rows_are_not_trained", Run(f"--dataset_name d {EVAL} --dataset_test_split test")),
     ("the_model_is_a_folder", Run("--model_name_or_path /data/model", elsewhere=frozenset())),
     ("the_folder_holds_a_model", Run(f"{MODEL} {SCRATCH}", files=without("model.safetensors"))),
     ("the_model_can_do_the_task",

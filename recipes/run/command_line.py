@@ -16,7 +16,7 @@ from recipes.legal import moved
 from recipes.run.files import expanded, nearest, read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
 
-NOTHING_SIMILAR = "`train.py --help` lists them"
+NOTHING_SIMILAR = "`recipes train --help` lists them"
 
 
 def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:

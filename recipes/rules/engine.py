@@ -477,10 +477,11 @@ ROWS = (
            "Trainer defers FSDP2's reduce-scatter to the last micro-batch: each GPU holds whole 16-bit gradients."),
     error_row("fsdp2_shards_are_known_to_the_optimizer", "optim",
               lambda run: fsdp_version(run) == 2
-              and run["optim"] in ("adafactor", *legal.names("bitsandbytes_optimizers")),
+              and run["optim"] in ("adafactor", "adagrad", *legal.names("bitsandbytes_optimizers")),
               "{optim} does not work on FSDP2's shards", "--optim adamw_torch_fused",
               "`bitsandbytes.optimizer_update_32bit.default does not have a sharding strategy`: shards are DTensors. "
-              "Adafactor mixes them with its own: `aten.add_.Tensor got mixed torch.Tensor and DTensor`."),
+              "Adafactor mixes them with its own: `aten.add_.Tensor got mixed torch.Tensor and DTensor`. Adagrad makes "
+              "its state before accelerate exchanges the parameters: `KeyError` in the first step."),
     error_row("offloaded_gradients_are_clipped_over_gloo", "fsdp_config",
               lambda run: _offloads_gradients(run) and run["max_grad_norm"]
               and run.hardware.cuda and "gloo" not in str(run["ddp_backend"]),

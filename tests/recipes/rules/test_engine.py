@@ -130,6 +130,7 @@ ALSO_FIRES = [
     ("sequences_and_models_are_not_divided", Run(yaml=groups("MULTI_GPU", tp=2), world=2), "tp_size"),
     ("fsdp2_is_chosen_with_its_own_keys", on_gpus(yaml=fsdp("fsdp_offload_params: true")), "fsdp_version"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--fsdp true --optim lion_8bit", world=2), "optim"),
+    ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--optim adagrad", yaml="sharded.yaml"), "optim"),
     ("fsdp_recomputes_once_and_the_same",
      on_gpus("--use_peft --model_name_or_path m", yaml=version_2(CHECKPOINTED)), "activation_checkpointing"),
 ]  # fmt: skip

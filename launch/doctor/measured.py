@@ -10,7 +10,7 @@ import json
 import os
 import platform
 
-from launch.doctor.machine import driver, nvidia_smi, smi_rows
+from launch.doctor.machine import driver, nvidia_smi
 from launch.host.files import write_whole
 from recipes.errors import Failure
 from recipes.legal.schema import version
@@ -42,11 +42,9 @@ def keep_context(card: str, several: bool, size: int) -> None:
         keep(CONTEXT, key, {"bytes": size})
 
 
-def outside_torch(used_before: int | None = None) -> int | None:
-    """Bytes of its GPU that this process takes beside what torch has reserved; None if unknown.
-
-    nvidia-smi knows what each process takes, unless a container hides them. Then it is what was
-    taken of the GPU since `used_before` bytes were, if no other process comes or goes meanwhile.
+def outside_torch() -> int | None:
+    """Bytes of its GPU that this process takes beside what torch has reserved; None if unknown, as
+    in a container that hides processes from nvidia-smi.
     """
     import torch
 
@@ -54,9 +52,6 @@ def outside_torch(used_before: int | None = None) -> int | None:
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     table = nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
     taken = taken_by(os.getpid(), uuid, table)
-    if taken is None and used_before is not None and uuid not in table:
-        free, total = torch.cuda.mem_get_info(device)
-        taken = total - free - used_before
     size = None if taken is None else taken - torch.cuda.memory_reserved(device)
     return size if is_context(size) else None
 
@@ -71,12 +66,6 @@ def taken_by(pid: int, uuid: str, table: str) -> int | None:
     own = [cells for cells in there if cells[0] == str(pid)] or (there if len(there) == 1 else [])
     size = own[0][1].strip() if own else ""
     return int(size) * _MIB if size.isdigit() else None
-
-
-def used_bytes() -> dict[str, int]:
-    """Bytes in use on each GPU by its uuid, before this command takes any."""
-    rows = smi_rows("--query-gpu=uuid,memory.used")
-    return {row[0]: int(row[1]) * _MIB for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def keep_host(card: str, processes: int, adam: float, pcie: float) -> None:

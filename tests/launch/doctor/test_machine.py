@@ -135,7 +135,7 @@ def test_a_missing_compiler_is_a_warning(monkeypatch):
     pytest.importorskip("deepspeed")
     monkeypatch.setattr(machine.shutil, "which", lambda *_, **__: None)
     check = machine.compiler(requested())
-    assert check.status == "warning" and "g++" in check.found and "ninja" in check.found
+    assert check.status == "warning" and "g++" in check.fix
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm")

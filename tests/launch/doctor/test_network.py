@@ -14,8 +14,8 @@ from launch.host.processes import free_port
 from tests.support.doctor import requested
 from tests.support.running import ROOT
 
-LOOPBACK = "import asyncio, json; from launch.doctor import network; "
-LOOPBACK += "print(json.dumps(vars(asyncio.run(network._loopback()))))"
+LOOPBACK = "import json; from launch.doctor import network; "
+LOOPBACK += "print(json.dumps(vars(network.loopback())))"
 NAMESPACE = ["unshare", "--map-root-user", "--net", "bash", "-c"]
 
 

@@ -17,17 +17,16 @@ from typing import NoReturn
 
 from launch.flags import Commands, add_fields, given
 from launch.host.secrets import without_secrets
-from launch.host.signals import Preempted, StopRequest, block_until_listening
-from launch.host.world import World, prepare_environment
+from launch.host.signals import StopRequest, block_until_listening
+from launch.host.world import prepare_environment
 from launch.jobs.job import Job, checked_job, launch_words
 from launch.jobs.local import Local, run_script
 from launch.jobs.submit import TARGETS, from_site, newest, refuse_while_in_use, rows, site_defaults, site_file, submit
 from launch.terminal import console, duration, memory_size, plural, print_progress, print_table
-from launch.training import failure
 from recipes.errors import UserError, mistake
 from recipes.quiet import quiet_imported, quiet_libraries
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, resolve, with_flags
+from recipes.run import resolve, with_flags
 from recipes.run.engine_sources import from_yaml
 from recipes.run.files import find_yaml, shipped
 
@@ -68,19 +67,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Exit codes and messages are those of train.py."""
-    try:
-        StopRequest().listen()
-        _prepare(resolve(argv), options.show)
-    except (KeyboardInterrupt, Preempted, Exception) as error:
-        return failure.report(error, World())
-    return 0
-
-
-def _prepare(run: RunSpec, shown: int | None) -> None:
     """Tokenize the data of a run, and print where the tokens lie, how many there are, and so many
     examples as training sees them.
     """
+    StopRequest().listen()
+    run = resolve(argv)
     require_legal(run)
     if not run["dataset_name"]:
         raise mistake("dataset_name", "there is nothing to prepare", "--dataset_name FILE_OR_ID")
@@ -107,9 +98,10 @@ def _prepare(run: RunSpec, shown: int | None) -> None:
         examples = plural(sum(map(len, splits)), "example")
         print(f"{examples}, {tokens:,} tokens in {duration(time.monotonic() - began)}")
         print(f"{folder} ({memory_size(size)})")
-    if shown:
+    if options.show:
         data = load_data(run, tokenizer, known_classes(run, tokenizer))
-        print(*shown_examples(data, tokenizer, shown), sep="\n\n")
+        print(*shown_examples(data, tokenizer, options.show), sep="\n\n")
+    return 0
 
 
 def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.flags import Commands
-from launch.host.signals import Preempted
 from launch.host.world import World, prepare_process, process_group
 from launch.terminal import console, print_table
-from launch.training import failure
 from recipes.errors import UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
@@ -54,23 +52,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print what Trainer's evaluation returns. Exit codes and messages are those of train.py."""
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            metrics = _evaluated(Path(options.folder), argv, scratch)
-    except (KeyboardInterrupt, Preempted, Exception) as error:
-        return failure.report(error, World())
+    """Print what Trainer's evaluation returns."""
+    with tempfile.TemporaryDirectory() as scratch:
+        metrics = _evaluated(Path(options.folder), argv, scratch)
     rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if is_figure(name) and name != "epoch"]
     print_table(["metric", "value"], rows)
-    return 0
-
-
-def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the answer while it is generated. Exit codes and messages are those of train.py."""
-    try:
-        _generate(Path(options.folder), options.prompt, options.max_new_tokens)
-    except (KeyboardInterrupt, Preempted, Exception) as error:
-        return failure.report(error, World())
     return 0
 
 
@@ -99,7 +85,9 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
         return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False)).evaluate()
 
 
-def _generate(folder: Path, prompt: str, most: int) -> None:
+def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print the answer while it is generated."""
+    folder = Path(options.folder)
     run = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
     if run["task"] != "causal_lm":
         raise mistake("FOLDER", f"{folder} holds a classifier, which generates nothing", f"recipes evaluate {folder}")
@@ -115,14 +103,15 @@ def _generate(folder: Path, prompt: str, most: int) -> None:
     model = _model(run, folder, tokenizer, nothing).eval()
     model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
     if tokenizer.chat_template:
-        chat = [{"role": "user", "content": prompt}]
+        chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision(run))
     with torch.autocast(model.device.type, precision) if precision else contextlib.nullcontext():
         shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        model.generate(**inputs.to(model.device), max_new_tokens=most, streamer=shown, use_cache=True)
+        model.generate(**inputs.to(model.device), max_new_tokens=options.max_new_tokens, streamer=shown, use_cache=True)
+    return 0
 
 
 def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_by: Any) -> RunSpec:

@@ -19,7 +19,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 CARD = Hardware((Gpu(H100, (9, 0), 80 << 30),), cores=8)
 KEEP_HOST = partial(measured.keep_host, H100, 2)
 UUID = "GPU-3f1a9d52-0000-0000-0000-000000000001"
-SMI = f"""\
+SMI = """\
 #!/bin/sh
 case "$1" in
     --query-gpu=driver_version) echo 580.1 ;;

@@ -99,7 +99,6 @@ def unsent(tmp_path, monkeypatch):
         ("submit slurm --nodes 3 -- --global_batch_size 16", "--global_batch_size 15 or 18"),
         ("submit slurm --recipe baseline --nodes 2", "--recipe standard"),
         ("submit slurm --gpus_per_node a100:2,h100:2", "--gpus_per_node 4, or a100:4"),
-        ("submit slurm --job_name a/b", "letters, digits"),
         ("submit slurm -- --run_name hf_a1B2c3D4a1B2c3D4a1B2c3D4", "others can read it"),
         ("submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz", "looks like a secret"),
         ("submit slurm -- --config fresh.yaml", "another --output_dir"),

@@ -55,11 +55,3 @@ def test_a_named_gpu_is_judged_on_a_machine_without_one(tmp_path, capsys, monkey
 def test_a_mistake_is_one_line(words, advice, capsys):
     assert main(["check", *words.split()]) == 2
     assert advice in capsys.readouterr().err
-
-
-def test_a_yaml_is_known_by_its_name_but_a_file_wins(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["check", "--accelerate_config", "fast"]) == 0
-    (tmp_path / "fast").write_text("")
-    assert main(["check", "--accelerate_config", "fast"]) == 2
-    assert "fast is empty" in capsys.readouterr().err

@@ -77,29 +77,6 @@ def test_a_size_names_the_model_whose_shape_it_has(said):
     assert "0.5B, 494,032,768 parameters" in printed and "\nthe shape of Qwen/Qwen2.5-0.5B: 24 layers" in printed
 
 
-OWN_CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-class OwnConfig(LlamaConfig):
-    model_type = "of_this_folder"
-
-class OwnModel(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-
-
-def test_a_model_with_code_of_its_own_is_planned_once_it_is_trusted(said, monkeypatch, tmp_path):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    (tmp_path / "own.py").write_text(OWN_CODE)
-    places = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    own = {**SMALL["llama"].to_dict(), "model_type": "of_this_folder", "auto_map": places}
-    (tmp_path / "config.json").write_text(json.dumps(own))
-    argv = "--gpu L4 --recipe standard"
-    assert "read it, then --trust_remote_code" in said(str(tmp_path), argv, 2)
-    printed = said(str(tmp_path), f"{argv} --trust_remote_code")
-    assert "take standard" in printed
-
-
 def test_mistakes_are_refused_without_the_libraries_that_take_seconds(tmp_path):
     BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2).save_pretrained(tmp_path / "bert")
     mistakes = ("7B", "7B --gpu L4 --optim nine", "bert --gpu L4", "bert/config.json --gpu L4")

@@ -51,12 +51,6 @@ def test_another_yaml_by_name_or_by_path(becomes, tmp_path):
     assert str(mine) in own and own[own.index("--num_processes") + 1] == "2"
 
 
-def test_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(becomes, tmp_path):
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}')
-    words = becomes("--recipe", "memory", "--deepspeed", str(tmp_path / "ds.json"))
-    assert str(CONFIGS / "standard.yaml") in words
-
-
 @pytest.mark.parametrize(
     ("words", "printed"),
     [

@@ -14,7 +14,7 @@ import yaml
 
 from launch.cli import main
 from launch.jobs import azure as azure_job
-from launch.jobs.azure import CODE, INSTALL, Azure, training_in
+from launch.jobs.azure import CODE, INSTALL, Azure
 from recipes.catalog import RECIPES
 from tests.support.azure_jobs import run_on_nodes, sent, written
 from tests.support.hostile import HOSTILE
@@ -61,12 +61,6 @@ def test_arguments_arrive_as_they_were_typed(tmp_path):
     assert run_on_nodes(body, tmp_path / CODE, Path("out"), nodes=1, processes_per_node=1) == [0]
     words = json.loads((tmp_path / CODE / "words.json").read_text())
     assert words[2 : 2 + len(HOSTILE)] == HOSTILE
-
-
-def test_the_check_reads_a_command_as_bash_does():
-    words = [word for word in HOSTILE if "\n" not in word]
-    content = yaml.safe_load(Azure(compute="c").render(job(argv=words)))
-    assert training_in(content).flags[2 : 2 + len(words)] == words
 
 
 def test_another_command_line_data_engine_or_person_has_another_place_for_its_checkpoints(monkeypatch):

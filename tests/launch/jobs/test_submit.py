@@ -122,21 +122,10 @@ def test_a_configuration_names_its_recipe(tmp_path, capsys):
     assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert job(argv=("--output_dir", "~/run")).folder == tmp_path / "run"
-
-
 def test_without_sbatch_the_message_says_where_to_find_one(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(["submit", "slurm"]) == 2
     assert "there is no sbatch" in capsys.readouterr().err
-
-
-def test_train_pys_flags_before_the_dashes_are_explained(capsys):
-    with pytest.raises(SystemExit):
-        main(["submit", "slurm", "--learning_rate", "1e-4"])
-    assert "come after --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["local --processes_per_node 2", "slurm --nodes 2 --gpus_per_node 2"])

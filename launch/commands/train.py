@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import NoReturn
 
 from launch.flags import Commands, add_fields, given
@@ -123,10 +123,7 @@ def fit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     job = _job_here(options, with_flags(rest, {"fit_only": True}))
     code = run_script(without_secrets(Local().render(job)), job)
     if code == 0:
-        recipe = ["--recipe", options.recipe] * bool(options.recipe)
-        words = [*recipe, "--processes_per_node", str(job.processes_per_node)]
-        training = with_flags(rest, {"fit": None, "fit_only": None})
-        print(f"train with it: recipes submit local {join([*words, '--', *training])}")
+        print("`recipes train` with the same flags takes it")
     return code
 
 

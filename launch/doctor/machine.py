@@ -19,9 +19,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from launch.host import processes
 from launch.host.files import require_writable
@@ -98,41 +102,27 @@ def examine(request: Request) -> Iterator[Check]:
 
 def versions(request: Request) -> Check:
     """The versions of Python and the libraries, compared with those that this package supports."""
-    from importlib import metadata
-
-    from packaging.requirements import Requirement
-
     try:
         declared = metadata.metadata("accelerate-recipes")
     except metadata.PackageNotFoundError:  # a clone that is not installed
         return Check("warning", "versions", "the supported versions are unknown here", "pip install this package")
     named = map(Requirement, declared.get_all("Requires-Dist") or [])
-    libraries = (one for one in named if not one.marker or one.marker.evaluate({"extra": ""}))
-    wanted = {"Python": declared["Requires-Python"], **{one.name: str(one.specifier) for one in libraries}}
-    installed = {name: version(name) for name in wanted} | {"Python": platform.python_version()}
-    wrong = {name: how for name in wanted if (how := outside(installed[name], wanted[name]))}
+    wanted = {one.name: one for one in named if not one.marker or one.marker.evaluate({"extra": ""})}
+    installed = {name: version(name) for name in wanted}
+    wrong = [name for name in wanted if not supported(installed[name], wanted[name].specifier)]
     if wrong:
-        what = ", ".join(f"{name} {installed[name] or 'missing'} (supported: {wanted[name]})" for name in wrong)
-        fix = " ".join(["pip install", *(f"'{name}{wanted[name]}'" for name in wrong)])
-        if "Python" in wrong:
-            fix = f"use an environment with Python {wanted['Python']}"
-        return Check("warning" if set(wrong.values()) == {"newer"} else "error", "versions", what, fix)
-    shown = (f"{name} {installed[name]}" for name in ("Python", "torch", "transformers", "accelerate"))
-    return Check("ok", "versions", ", ".join(shown))
+        what = ", ".join(
+            f"{name} {installed[name] or 'missing'} (supported: {wanted[name].specifier})" for name in wrong
+        )
+        status = "warning" if all(map(installed.get, wrong)) else "error"
+        return Check(status, "versions", what, " ".join(["pip install", *(f"'{wanted[name]}'" for name in wrong)]))
+    shown = (f"{name} {installed[name]}" for name in ("torch", "transformers", "accelerate"))
+    return Check("ok", "versions", ", ".join([f"Python {platform.python_version()}", *shown]))
 
 
-def outside(installed: str | None, wanted: str) -> str:
-    """How a version is outside a range: "missing", "newer", "older", or "" if it is inside."""
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
-    if installed is None:
-        return "missing"
-    release = Version(Version(installed).base_version)  # vendors ship 2.12.0a0+x, which sorts before 2.12
-    violated = [one for one in SpecifierSet(wanted) if not one.contains(release, prereleases=True)]
-    if not violated:
-        return ""
-    return "newer" if all(one.operator.startswith("<") for one in violated) else "older"
+def supported(installed: str | None, wanted: SpecifierSet) -> bool:
+    """True for a vendor's 2.12.0a0+x too, which sorts before 2.12."""
+    return installed is not None and wanted.contains(Version(installed).base_version, prereleases=True)
 
 
 # --- nvidia-smi -----------------------------------------------------------------------------------

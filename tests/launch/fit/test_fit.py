@@ -79,7 +79,7 @@ def test_a_command_fits_alone_and_says_how_to_train_with_it(training, tmp_path):
     assert done.code == 0 and not done.record, done.output
     assert "micro 1 x accumulation 1: runs, peak" in done.output
     assert done.output.count("is ignored without use_peft") == 1
-    assert "train with it: recipes submit local --processes_per_node 1 -- --model_name_or_path" in done.output
+    assert "`recipes train` with the same flags takes it" in done.output
     assert json.loads((tmp_path / "fit.json").read_text())["micro_batch"] == 1
 
 

@@ -109,13 +109,11 @@ def versions(request: Request) -> Check:
     named = map(Requirement, declared.get_all("Requires-Dist") or [])
     wanted = {one.name: one for one in named if not one.marker or one.marker.evaluate({"extra": ""})}
     installed = {name: version(name) for name in wanted}
-    wrong = [name for name in wanted if not supported(installed[name], wanted[name].specifier)]
+    wrong = [one for name, one in wanted.items() if not supported(installed[name], one.specifier)]
     if wrong:
-        what = ", ".join(
-            f"{name} {installed[name] or 'missing'} (supported: {wanted[name].specifier})" for name in wrong
-        )
-        status = "warning" if all(map(installed.get, wrong)) else "error"
-        return Check(status, "versions", what, " ".join(["pip install", *(f"'{wanted[name]}'" for name in wrong)]))
+        what = ", ".join(f"{one.name} {installed[one.name] or 'missing'} (supported: {one.specifier})" for one in wrong)
+        status = "warning" if all(installed[one.name] for one in wrong) else "error"
+        return Check(status, "versions", what, " ".join(["pip install", *(f"'{one}'" for one in wrong)]))
     shown = (f"{name} {installed[name]}" for name in ("torch", "transformers", "accelerate"))
     return Check("ok", "versions", ", ".join([f"Python {platform.python_version()}", *shown]))
 

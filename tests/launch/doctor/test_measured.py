@@ -35,7 +35,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpu(nvidia_smi, tmp_path, monkeypatch):
-    """620 MiB of a GPU are taken, of which torch has reserved 100; nvidia-smi shows these processes."""
+    """620 MiB of a GPU are taken, of which torch has reserved 100, by these processes."""
     import torch
 
     def shows(*processes: int) -> None:

@@ -64,7 +64,7 @@ GROUPS = {
         "logs": Command("what a submitted run has printed", _TRAIN),
         "evaluate": Command("the model of a run, on held-out or on other data", _USE, True, as_train=True),
         "generate": Command("an answer by the model of a run", _USE, as_train=True),
-        "merge": Command("a trained adapter into its base model, checked to be equal", ("launch.commands.merge",)),
+        "merge": Command("a trained adapter into its base model, checked to be equal", _USE, as_train=True),
     },
     "understand": {
         "compare": Command("runs side by side: settings, speed, memory, results", _COMPARE),

@@ -5,7 +5,6 @@ None imports torch.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import platform
@@ -267,22 +266,13 @@ def limits(request: Request) -> Check:
 
 
 def host_memory(request: Request) -> Check:
-    free, count = min(psutil.virtual_memory().available, *_left_in_cgroups(), sys.maxsize), request.processes_per_node
+    free, count = psutil.virtual_memory().available, request.processes_per_node
     words, size = f"{memory_size(free)} free for {plural(count, 'process')}", numbers(free=(free, "bytes"))
     if free < count * _GIB:  # the imports alone take half of it
         return Check("error", "RAM", words, f"{count} GiB at least: use fewer processes, or request more memory", size)
     if free < 4 * count * _GIB:
         return Check("warning", "RAM", words, "enough for small models only: request more memory for others", size)
     return Check("ok", "RAM", words, numbers=size)
-
-
-def _left_in_cgroups() -> Iterator[int]:
-    """Bytes that cgroup v2 still allows this process, in its own group and in each above it."""
-    file = Path("/proc/self/cgroup")
-    own = Path("/sys/fs/cgroup", file.read_text().rpartition("0::/")[2].strip() if file.exists() else "")
-    for group in (own, *own.parents):
-        with contextlib.suppress(OSError, ValueError):  # the root group has no limit, and "max" is none
-            yield int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
 
 
 # --- Disks and shared memory ----------------------------------------------------------------------

@@ -69,7 +69,7 @@ sys.meta_path.insert(0, Interrupts())
 LIBRARIES = {"torch", "transformers", "accelerate", "numpy"}
 OTHER_COMMANDS = {
     *("launch.jobs", "launch.doctor", "launch.scaling", "launch.explain", "launch.fit", "launch.training"),
-    *("launch.commands.plan", "launch.commands.merge", "launch.commands.train", "recipes.planner"),
+    *("launch.commands.plan", "launch.commands.use", "launch.commands.train", "recipes.planner"),
 }
 UNUSED = {
     "list": {*LIBRARIES, *OTHER_COMMANDS, "recipes.rules", "recipes.run", "recipes.legal", "yaml"},

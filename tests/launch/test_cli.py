@@ -77,6 +77,7 @@ UNUSED = {
     "copy fast /dev/null": OTHER_COMMANDS,
     "check --recipe memory": {*LIBRARIES, *OTHER_COMMANDS, "rich"},
     "--help": {*LIBRARIES, *OTHER_COMMANDS, "launch.commands.catalogue", "launch.commands.compare"},
+    "plan --model 7B --gpu L4 --optim nine": {"torch", "transformers"},
     "scale report --help": LIBRARIES,
 }
 

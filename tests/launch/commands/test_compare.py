@@ -74,20 +74,6 @@ def test_the_help_of_show_explains_every_field_of_a_run(capsys):
     assert all(f"  {name} " in printed for name in FIELDS)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("show fast --num_processes 3", "15 or 18"),
-        ("show outputs/none", "cannot be read"),
-        ("show nothing", "there is no recipe"),
-        ("where fsat", "train.py, fast.yaml"),
-    ],
-)
-def test_a_mistake_is_answered_with_a_fix(words, message, capsys):
-    assert main(words.split()) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["train.py", "fast", "azureml/fast.yaml"])
 def test_where_prints_a_path_and_nothing_else(name, capsys):
     path = {"train.py": SCRIPT, "fast": ROOT / "accelerate_configs" / "fast.yaml"}.get(name, ROOT / name)

@@ -104,12 +104,6 @@ def test_a_uris_own_form_says_whether_it_is_a_file(uri, kind, empty):
     assert (data["jobInputType"], data["uri"]) == (kind, uri)
 
 
-@pytest.mark.parametrize("words", ["azureml:texts", "azureml:texts:x:y", "hf://x"])
-def test_what_azure_cannot_mount_is_refused(words, capsys):
-    assert main([*SUBMIT, "--data", words, "--dry_run", "--", *MODEL]) == 2
-    assert "is not a place in the cloud" in capsys.readouterr().err
-
-
 def test_a_mixture_has_an_input_for_each_part_and_data_type_says_what_an_asset_is(workspace):
     assert main([*SUBMIT, "--data", "azureml:rows:1", f"{STORE}/a.csv", "--", *MODEL]) == 0
     (body,) = workspace.jobs.values()

@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from launch.doctor import machine
 from recipes.errors import UserError
-from tests.launch.doctor.conftest import SMI
+from tests.campaigns.doctor.stand_in import SMI
 from tests.support.doctor import requested
 
 # --- The requested world --------------------------------------------------------------------------

@@ -23,17 +23,14 @@ from recipes.errors import Problem, UserError, mistake
 
 
 class Command(NamedTuple):
-    """A line of `recipes --help`, and the modules that hold the command's parser.
-
-    Several modules are commands of the command, such as `recipes scale run`. `train_flags`: it
-    takes train.py's flags too. `as_train`: it loads data or a model in this process, and answers a
-    failure as train.py does.
+    """A line of `recipes --help`, and the modules that hold the command's parser: several are
+    commands of the command, such as `recipes scale run`.
     """
 
     summary: str
     modules: tuple[str, ...]
-    train_flags: bool = False
-    as_train: bool = False
+    train_flags: bool = False  # it takes train.py's flags too
+    as_train: bool = False  # it loads data or a model here, and answers a failure as train.py does
 
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
@@ -128,13 +125,10 @@ def _main(argv: list[str]) -> int:
 
 def _of_this_command(problem: Problem, options: argparse.Namespace) -> Problem:
     """A misspelt flag may be one of the command's own, which train.py's settings do not hold."""
-    similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
-    if similar:
-        from recipes.run.command_line import NOTHING_SIMILAR
+    from recipes.run.command_line import NOTHING_SIMILAR
 
-        if problem.fix == NOTHING_SIMILAR:
-            return replace(problem, fix=f"--{similar[0]}")
-    return problem
+    similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
+    return replace(problem, fix=f"--{similar[0]}") if similar and problem.fix == NOTHING_SIMILAR else problem
 
 
 def _help() -> str:

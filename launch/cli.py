@@ -16,26 +16,28 @@ from typing import NamedTuple
 
 from launch.flags import Parser
 from launch.host.files import print_without_reader
+from launch.host.signals import Preempted
 from launch.terminal import console, finish_printing, print_problems
 from recipes import __version__
 from recipes.errors import Problem, UserError, mistake
 
 
 class Command(NamedTuple):
-    """A line of `recipes --help`, and the modules that hold the command's parser.
-
-    Several modules are commands of the command, such as `recipes scale run`.
-    `train_flags` says whether it takes train.py's flags too.
+    """A line of `recipes --help`, and the modules that hold the command's parser: several are
+    commands of the command, such as `recipes scale run`.
     """
 
     summary: str
     modules: tuple[str, ...]
-    train_flags: bool = False
+    train_flags: bool = False  # it takes train.py's flags too
+    as_train: bool = False  # it loads data or a model here, and answers a failure as train.py does
 
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
 _CATALOGUE, _COMPARE = ("launch.commands.catalogue",), ("launch.commands.compare",)
-_TRAIN = ("launch.commands.train",)
+_TRAIN, _USE = ("launch.commands.train",), ("launch.commands.use",)
+# Other names for the same, as in TRL, axolotl and others.
+_SYNONYMS = dict.fromkeys(("sft", "run", "finetune", "fine-tune", "launch"), "train") | {"chat": "generate"}
 
 GROUPS = {
     "choose": {
@@ -51,15 +53,15 @@ GROUPS = {
         "doctor": Command("say whether this machine and its links are fit to train", ("launch.doctor.command",)),
     },
     "run": {
-        "prepare": Command("tokenize the data ahead of time, without a GPU", _TRAIN, True),
+        "prepare": Command("tokenize the data ahead of time, without a GPU", _TRAIN, True, as_train=True),
         "train": Command("train here: accelerate launch with the recipe's YAML", _TRAIN, True),
         "rerun": Command("a recorded run again; what differs here is listed", ("launch.commands.rerun",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", _TRAIN),
         "status": Command("how submitted runs are doing", _TRAIN),
         "logs": Command("what a submitted run has printed", _TRAIN),
-        "evaluate": Command("the model of a run, on held-out or on other data", ("launch.commands.use",), True),
-        "generate": Command("an answer by the model of a run", ("launch.commands.use",)),
-        "merge": Command("a trained adapter into its base model, checked to be equal", ("launch.commands.merge",)),
+        "evaluate": Command("the model of a run, on held-out or on other data", _USE, True, as_train=True),
+        "generate": Command("an answer by the model of a run", _USE, as_train=True),
+        "merge": Command("a trained adapter into its base model, checked to be equal", _USE, as_train=True),
     },
     "understand": {
         "compare": Command("runs side by side: settings, speed, memory, results", _COMPARE),
@@ -93,19 +95,26 @@ def _main(argv: list[str]) -> int:
     if name in ("-h", "--help", "--version"):
         print(f"accelerate-recipes {__version__}" if name == "--version" else _help())
         return 0
-    options = argparse.Namespace()
+    command, options = COMMANDS.get(name), argparse.Namespace()
     try:
-        if name not in COMMANDS:
+        if command is None:
             raise _no_command(name)
         if name in ("train", "fit", "submit", "rerun"):
             print_without_reader()  # a training goes on when nobody reads what it prints
-        parser = _parser(name)
+        parser = _parser(name, command)
         options, rest = parser.parse_known_args(own)
-        if rest and not COMMANDS[name].train_flags:
+        if rest and not command.train_flags:
             hint = " (train.py's flags come after --)" if name == "submit" else ""
             parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return options.run(options, [*rest, *passed_on])
-    except UserError as error:
+    except (KeyboardInterrupt, Preempted, Exception) as error:
+        if command and command.as_train:
+            from launch.host.world import World
+            from launch.training import failure
+
+            return failure.report(error, World())
+        if not isinstance(error, UserError):
+            raise
         problems = [_of_this_command(problem, options) for problem in error.problems]
         if getattr(options, "json", False):
             print(json.dumps({"legal": False, "problems": [vars(problem) for problem in problems]}, indent=2))
@@ -116,13 +125,10 @@ def _main(argv: list[str]) -> int:
 
 def _of_this_command(problem: Problem, options: argparse.Namespace) -> Problem:
     """A misspelt flag may be one of the command's own, which train.py's settings do not hold."""
-    similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
-    if similar:
-        from recipes.run.command_line import NOTHING_SIMILAR
+    from recipes.run.command_line import NOTHING_SIMILAR
 
-        if problem.fix == NOTHING_SIMILAR:
-            return replace(problem, fix=f"--{similar[0]}")
-    return problem
+    similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
+    return replace(problem, fix=f"--{similar[0]}") if similar and problem.fix == NOTHING_SIMILAR else problem
 
 
 def _help() -> str:
@@ -133,23 +139,23 @@ def _help() -> str:
 
 
 def _no_command(name: str) -> UserError:
-    similar = get_close_matches(name, COMMANDS, n=1)
-    fix = similar[0] if similar else "one of " + ", ".join(COMMANDS)
+    similar = [_SYNONYMS[name]] if name in _SYNONYMS else get_close_matches(name, COMMANDS, n=1)
+    fix = f"recipes {similar[0]}" if similar else "one of " + ", ".join(COMMANDS)
     return mistake(name or "recipes", "is not a command" if name else "needs a command", fix)
 
 
-def _parser(name: str) -> Parser:
+def _parser(name: str, command: Command) -> Parser:
     """The parser of one command, under the name and the usage of them all."""
-    summary, names, train_flags = COMMANDS[name]
     parser = Parser("recipes", usage=_USAGE)
     commands = parser.add_subparsers(prog="recipes", required=True, metavar="COMMAND")
-    modules = [import_module(module) for module in names]
+    modules = [import_module(module) for module in command.modules]
     if len(modules) > 1:
-        nested = commands.add_parser(name, description=summary)
-        commands = nested.add_subparsers(required=True, metavar="|".join(module.rpartition(".")[2] for module in names))
+        nested = commands.add_parser(name, description=command.summary)
+        names = "|".join(module.rpartition(".")[2] for module in command.modules)
+        commands = nested.add_subparsers(required=True, metavar=names)
     for module in modules:
         module.add_parser(commands)
-    if train_flags and len(modules) == 1:
+    if command.train_flags and len(modules) == 1:
         own = commands.choices[name]
         own.usage = f"{own.format_usage().removeprefix('usage: ').rstrip()} [any train.py flags]"
     return parser

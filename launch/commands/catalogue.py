@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Commands) -> None:
-    commands.add_parser("list").takes(list_recipes, "--json  for scripts")
+    commands.add_parser("list").takes(list_recipes, "")
     copy = """
     NAME  a shipped recipe, or the file of your own: mine.yaml, mine.py:function
     FILE  the YAML to write
@@ -29,12 +29,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
-    recipes = [build() for build in RECIPES.values()]
-    if options.json:
-        fields = ("name", "purpose", "engine", "micro_batch_cap")
-        print(json.dumps([{name: getattr(recipe, name) for name in fields} for recipe in recipes], indent=2))
-        return 0
-    rows = [[recipe.name, recipe.engine, recipe.purpose] for recipe in recipes]
+    rows = [[recipe.name, recipe.engine, recipe.purpose] for recipe in (build() for build in RECIPES.values())]
     print_table(["recipe", "accelerate_configs/", "what it is for"], rows)
     return 0
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import threading
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from launch.commands.train import in_own_yaml
 from launch.flags import Commands
-from launch.terminal import console, duration, print_problems, print_table
+from launch.terminal import console, duration, print_problems, print_progress, print_table
 from recipes.planner.fits import MARGIN, Planned
 from recipes.planner.memory import EVALUATION
 from recipes.planner.plan import Plan, plan_memory
-from recipes.planner.speed import StepTime
 from recipes.run import Json
 
 _GIB = 2**30
-_SILENT_SECONDS = 2
 # The columns of the table, by part of the memory.
 _HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ", "logits": "logits",
@@ -57,7 +52,7 @@ _FLAGS = """
 --mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [as published for the card]
 --bandwidth GB/s               between GPUs: busbw of nccl-tests [NVLink's or PCIe's, in one node]
 --details                      what each column holds, what times assume, how the batch can be split
---json                         print JSON: bytes, and whole milliseconds
+--json                         for scripts: bytes and seconds
 """
 
 
@@ -70,69 +65,26 @@ def add_parser(commands: Commands) -> None:
 def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     processes = options.num_processes or in_own_yaml(options.accelerate_config) or 1
     asked = ("gpu", "gpu_memory", "host_memory", "nodes", "recipe", "accelerate_config", "mfu", "bandwidth")
-    # Each micro-batch that is tried runs the model: a line on stderr if that takes a while.
-    words = f"planning {options.model}: up to a minute for a large model, or where little fits"
-    slow = threading.Timer(_SILENT_SECONDS, print, (words,), {"file": sys.stderr, "flush": True})
-    slow.start()
-    try:
-        given = {name: getattr(options, name) for name in asked}
-        plan = plan_memory(options.model, num_processes=processes, argv=rest, **given)
-    finally:
-        slow.cancel()
+    given = {name: getattr(options, name) for name in asked}
+    # Each micro-batch that is tried runs the model.
+    print_progress(f"planning {options.model}, which may take a minute", console(stderr=True))
+    plan = plan_memory(options.model, num_processes=processes, argv=rest, **given)
     print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, processes, options.details)
     return 0
 
 
-# --- As JSON --------------------------------------------------------------------------------------
-
-_OF_PLANNED = "name fits micro_batch accumulation host_bytes_per_node fits_gpu flags moment notes total_bytes"
-
-
 def as_json(plan: Plan) -> Json:
-    """The plan as `--json` prints it: sizes in bytes, times in whole ms, None if unknown.
-
-    `margin` is the share of the total that must stay free beside it. The sums of a recipe's parts
-    have the names of what reads them on a GPU; `total_bytes` is that of nvidia-smi.
-    """
-    return {
-        "model": {"name": plan.model, **_of(plan, "parameters trained shape")},
-        **_of(plan, "length asked_length recommended command refused"),
-        "margin": MARGIN,
-        "context": asdict(plan.context),
-        "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
-        "assumed": _of(plan, "mfu mfu_source unknown_compute link host_source") | {"bytes_per_second": plan.bandwidth},
-        "advice": [vars(problem) for problem in plan.advice],
-        "recipes": [
-            _of(entry, _OF_PLANNED)
-            | {"components": asdict(entry.components)}
-            | {"memory_allocated": entry.components.allocated, "memory_reserved": entry.components.reserved}
-            | _time_as_json(entry.time)
-            for entry in plan.recipes
-        ],
-        "choices": [
-            _of(split, "micro_batch accumulation total_bytes fits") | _time_as_json(split.time)
-            for split in plan.choices
-        ],
-        "next_steps": [
-            _of(step, "words saves_bytes saves_host_bytes slowdown adapters")
-            | _of(step.planned, "total_bytes fits fits_gpu host_bytes_per_node")
-            | {"step_ms": _milliseconds(step.planned.time.total)}
-            for step in plan.next_steps
-        ],
-    }
+    """The plan as `--json` prints it: bytes and seconds, null if unknown."""
+    return json.loads(json.dumps({**vars(plan), "margin": MARGIN}, default=_part_as_json))
 
 
-def _of(entry: object, names: str) -> Json:
-    return {name: getattr(entry, name) for name in names.split()}
-
-
-def _time_as_json(time: StepTime) -> Json:
-    parts = _of(time, "compute communication host").items()
-    return {"sent_bytes": time.sent_bytes} | {f"{name}_ms": _milliseconds(part) for name, part in parts}
-
-
-def _milliseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else round(seconds * 1000)
+def _part_as_json(part: object) -> Json:
+    """A recipe's sums have the names of what reads them on a GPU; `total_bytes` is nvidia-smi's."""
+    content = {name: value for name, value in vars(part).items() if name != "run"}
+    if isinstance(part, Planned):
+        read = {"memory_allocated": part.components.allocated, "memory_reserved": part.components.reserved}
+        content |= {"name": part.name, "total_bytes": part.total_bytes, **read}
+    return content
 
 
 # --- For a person ---------------------------------------------------------------------------------
@@ -223,19 +175,15 @@ def _why(plan: Plan) -> str:
 
 def _print_splits(plan: Plan, processes: int) -> None:
     """The ways to split the global batch: memory, and time per step where it is known."""
-    width = 6 if processes > 1 else 4
-    if len(plan.choices) == 1 or (processes == 1 and plan.unknown_compute):
+    if len(plan.choices) == 1:
         return
-    print(f"{plan.recommended} at the same global batch, micro-batch x accumulation x GPUs, per step:")
+    print(f"{plan.recommended} at the same global batch, micro-batch x accumulation x GPUs:")
     rows = []
     for split in plan.choices:
+        step = "unknown" if split.time.total is None else duration(split.time.total)
         batch = f"{split.micro_batch} x {split.accumulation} x {processes}"
-        seconds = (split.time.compute, split.time.communication)
-        times = ["unknown" if part is None else duration(part) for part in seconds]
-        sent = f"{split.time.sent_bytes / 1e9:,.2f} GB"
-        row = [batch, _gib(split.total_bytes), "yes" if split.fits else "no", times[0], sent, times[1]]
-        rows.append(row[:width])
-    print_table(["batch", "GiB", "fits", "compute", "sent by each GPU", "sending"][:width], rows)
+        rows.append([batch, _gib(split.total_bytes), _fits(split), step])
+    print_table(["batch", "GiB", "fits", "step"], rows)
     print()
 
 

@@ -12,22 +12,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import NoReturn
 
 from launch.flags import Commands, add_fields, given
-from launch.host.secrets import without_secrets
-from launch.host.signals import Preempted, StopRequest, block_until_listening
-from launch.host.world import World, prepare_environment
-from launch.jobs.job import Job, checked_job, launch_words
-from launch.jobs.local import Local, run_script
+from launch.host.signals import StopRequest, block_until_listening
+from launch.host.world import prepare_environment
+from launch.jobs.job import checked_job, launch_words
+from launch.jobs.local import Local
 from launch.jobs.submit import TARGETS, from_site, newest, refuse_while_in_use, rows, site_defaults, site_file, submit
 from launch.terminal import console, duration, memory_size, plural, print_progress, print_table
-from launch.training import failure
 from recipes.errors import UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, resolve, with_flags
+from recipes.run import resolve, with_flags
 from recipes.run.engine_sources import from_yaml
 from recipes.run.files import find_yaml, shipped
 
@@ -52,7 +50,7 @@ def add_parser(commands: Commands) -> None:
     data += "same flags and HF_HOME begins at once. Killed in the middle, the same command goes on. The printed folder "
     commands.add_parser("prepare", description=data + "may be removed when no run needs it.").takes(prepare, _SHOW)
     commands.add_parser("train", description=description).takes(train, _RECIPE + _HERE + _YAML)
-    commands.add_parser("fit").takes(fit, _RECIPE + "--num_processes N  processes here [one per GPU]")
+    commands.add_parser("fit").takes(fit, _RECIPE + _HERE + _YAML)
     targets = commands.add_parser("submit").add_subparsers(dest="target", required=True, metavar="|".join(TARGETS))
     for name, target in TARGETS.items():
         epilog = f"Defaults of the target's own flags, from --{fields(target)[0].name} on, can stand under "
@@ -68,19 +66,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Exit codes and messages are those of train.py."""
-    try:
-        StopRequest().listen()
-        _prepare(resolve(argv), options.show)
-    except (KeyboardInterrupt, Preempted, Exception) as error:
-        return failure.report(error, World())
-    return 0
-
-
-def _prepare(run: RunSpec, shown: int | None) -> None:
     """Tokenize the data of a run, and print where the tokens lie, how many there are, and so many
     examples as training sees them.
     """
+    StopRequest().listen()
+    run = resolve(argv)
     require_legal(run)
     if not run["dataset_name"]:
         raise mistake("dataset_name", "there is nothing to prepare", "--dataset_name FILE_OR_ID")
@@ -106,9 +96,10 @@ def _prepare(run: RunSpec, shown: int | None) -> None:
         examples = plural(sum(map(len, splits)), "example")
         print(f"{examples}, {tokens:,} tokens in {duration(time.monotonic() - began)}")
         print(f"{folder} ({memory_size(size)})")
-    if shown:
+    if options.show:
         data = load_data(run, tokenizer, known_classes(run, tokenizer))
-        print(*shown_examples(data, tokenizer, shown), sep="\n\n")
+        print(*shown_examples(data, tokenizer, options.show), sep="\n\n")
+    return 0
 
 
 def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
@@ -116,7 +107,10 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
 
     Raises `UserError` with every problem.
     """
-    job = _job_here(options, rest, options.accelerate_config, is_stored=False)
+    yaml = options.accelerate_config
+    node = Local().node(options.num_processes or in_own_yaml(yaml))
+    job = checked_job(options.recipe, rest, node, accelerate_config=yaml, starts_here=True)
+    refuse_while_in_use(job.folder)
     print_progress(
         f"starting {plural(job.processes_per_node, 'process')}, {job.run.recipe.name} on {job.run.engine_title}",
         console(),
@@ -125,24 +119,8 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [*launch_words(job), *job.command])
 
 
-def fit(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run train.py with --fit_only on this machine. Returns its exit code."""
-    job = _job_here(options, with_flags(rest, {"fit_only": True}))
-    code = run_script(without_secrets(Local().render(job)), job)
-    if code == 0:
-        recipe = ["--recipe", options.recipe] * bool(options.recipe)
-        words = [*recipe, "--processes_per_node", str(job.processes_per_node)]
-        training = with_flags(rest, {"fit": None, "fit_only": None})
-        print(f"train with it: recipes submit local {join([*words, '--', *training])}")
-    return code
-
-
-def _job_here(options: argparse.Namespace, argv: Sequence[str], yaml: str | None = None, is_stored: bool = True) -> Job:
-    """The job on this machine. Advice is left to train.py, whose output follows at once."""
-    node = Local().node(options.num_processes or in_own_yaml(yaml))
-    job = checked_job(options.recipe, argv, node, 1, False, yaml, says_advice=False, is_stored=is_stored)
-    refuse_while_in_use(job.folder)
-    return job
+def fit(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
+    train(options, with_flags(rest, {"fit_only": True}))
 
 
 def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
-"""`recipes evaluate` and `recipes generate`: the model of a run, measured and tried.
+"""`recipes evaluate`, `generate` and `merge`: the model of a run, measured, tried, made one.
 
-Both load it as the run did: with its tokenizer and precision, and an adapter on its base model.
+All load it as the run did: with its tokenizer and precision, and an adapter on its base model.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.flags import Commands
-from launch.host.signals import Preempted
 from launch.host.world import World, prepare_process, process_group
-from launch.terminal import console, print_table
-from launch.training import failure
-from recipes.errors import UserError, mistake
+from launch.output.checkpoints import model_notes, numbered
+from launch.terminal import console, memory_size, plural, print_note, print_table
+from recipes.errors import UserError, mistake, one_line
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.rules.facts import mixed_precision
-from recipes.run import RunSpec, here, recorded, resolve
+from recipes.run import RunSpec, fingerprints, here, recorded, resolve
 from recipes.run.command_line import parse
 from recipes.run.engine_sources import from_yaml
 from recipes.run.files import shipped
 from recipes.run.metrics import is_figure
 
 if TYPE_CHECKING:
+    import torch
+
     from launch.data.load import Data
 
 _EVALUATE = "FOLDER  the --output_dir of a run, or one of its checkpoints"
@@ -37,6 +38,15 @@ _GENERATE = f"""
 PROMPT              a message to a chat model, or the beginning of a text
 --max_new_tokens N  the longest answer [100]
 """
+_MERGE = f"""
+{_EVALUATE}
+--output FOLDER             where to write the model [FOLDER/merged]
+--model_name_or_path MODEL  the base model [the one that the run trained]
+"""
+# Of the largest logit: how far those of the merged model may be from those of adapter plus base.
+# The merged weights are rounded to the type of the base model.
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+INPUTS, LENGTH = 3, 16  # sequences that both are asked, and their tokens
 # What a run does besides its training: an evaluation saves, sends and adds nothing.
 _OFF = {
     "eval_strategy": "epoch", "save_strategy": "steps", "load_best_model_at_end": False, "push_to_hub": False,
@@ -51,26 +61,17 @@ def add_parser(commands: Commands) -> None:
     commands.add_parser("evaluate", description=text).takes(evaluate, _EVALUATE)
     text = "Generate with the model of a run. If its tokenizer has a chat template, the prompt is a user's message."
     commands.add_parser("generate", description=text).takes(generate, _GENERATE, max_new_tokens=100)
+    text = "Merge a trained adapter (LoRA and its like) into its base model, and write a model that any library loads, "
+    text += "with tokenizer and generation config. Before it is written, its logits are compared with those of both."
+    commands.add_parser("merge", description=text).takes(merge, _MERGE)
 
 
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print what Trainer's evaluation returns. Exit codes and messages are those of train.py."""
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            metrics = _evaluated(Path(options.folder), argv, scratch)
-    except (KeyboardInterrupt, Preempted, Exception) as error:
-        return failure.report(error, World())
+    """Print what Trainer's evaluation returns."""
+    with tempfile.TemporaryDirectory() as scratch:
+        metrics = _evaluated(Path(options.folder), argv, scratch)
     rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if is_figure(name) and name != "epoch"]
     print_table(["metric", "value"], rows)
-    return 0
-
-
-def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the answer while it is generated. Exit codes and messages are those of train.py."""
-    try:
-        _generate(Path(options.folder), options.prompt, options.max_new_tokens)
-    except (KeyboardInterrupt, Preempted, Exception) as error:
-        return failure.report(error, World())
     return 0
 
 
@@ -99,7 +100,9 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
         return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False)).evaluate()
 
 
-def _generate(folder: Path, prompt: str, most: int) -> None:
+def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print the answer while it is generated."""
+    folder = Path(options.folder)
     run = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
     if run["task"] != "causal_lm":
         raise mistake("FOLDER", f"{folder} holds a classifier, which generates nothing", f"recipes evaluate {folder}")
@@ -115,22 +118,21 @@ def _generate(folder: Path, prompt: str, most: int) -> None:
     model = _model(run, folder, tokenizer, nothing).eval()
     model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
     if tokenizer.chat_template:
-        chat = [{"role": "user", "content": prompt}]
+        chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision(run))
     with torch.autocast(model.device.type, precision) if precision else contextlib.nullcontext():
         shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        model.generate(**inputs.to(model.device), max_new_tokens=most, streamer=shown, use_cache=True)
+        model.generate(**inputs.to(model.device), max_new_tokens=options.max_new_tokens, streamer=shown, use_cache=True)
+    return 0
 
 
 def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_by: Any) -> RunSpec:
     """The run of a folder, in one process here, with flags and settings that change it."""
     quiet_libraries(verbose=False)
-    file = recorded.file_of(folder)
-    if not file.is_file() and folder.name.startswith("checkpoint-"):
-        file = recorded.file_of(folder.parent)
+    file = _record_of(folder)
     settings = recorded.read(file, "FOLDER")["settings"]
     if not settings.get("use_peft", {}).get("value"):  # the folder holds a whole model
         changed = {**changed, "model_name_or_path": str(folder), "model_revision": "main"}
@@ -140,10 +142,92 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained: no engine has to divide it
 
 
+def _record_of(folder: Path) -> Path:
+    """The run.json of a run's folder, or of one of its checkpoints."""
+    file = recorded.file_of(folder)
+    is_checkpoint = not file.is_file() and folder.name.startswith("checkpoint-")
+    return recorded.file_of(folder.parent) if is_checkpoint else file
+
+
 def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
     from launch.training.model import load_model
 
     model = load_model(run, tokenizer, data)
     if run["use_peft"]:
-        model.load_adapter(str(folder), "default")
+        try:
+            if strange := model.load_adapter(str(folder), "default").unexpected_keys:
+                raise ValueError(f"there is no place for {plural(len(strange), 'tensor')} such as {strange[0]}")
+        except Exception as error:  # anything: no adapter, other shapes, a damaged file
+            what = f"the adapter in {folder} does not fit {run['model_name_or_path']}: {one_line(error)}"
+            raise mistake("FOLDER", what, "the model that it was trained on, with all of its files") from None
     return model
+
+
+# --- Merging --------------------------------------------------------------------------------------
+
+
+def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Returns 0, or 1 if the merged model is not equal, which is then not written."""
+    folder, out = Path(options.folder), console()
+    output = Path(options.output or folder / "merged")
+    if not (folder / "adapter_config.json").is_file():
+        newest = next(map(str, numbered(folder)), "the --output_dir of a run with --use_peft, or a checkpoint of it")
+        raise mistake("FOLDER", f"{folder} holds no adapter", newest)
+    if output.exists():
+        raise mistake("output", f"{output} is there already", "--output with a new folder")
+    record = recorded.read(_record_of(folder), "FOLDER")
+    other = {"model_name_or_path": options.model_name_or_path, "model_revision": "main"}
+    whole = {"eval_strategy": "no", "load_in_4bit": False, "gradient_checkpointing": False, "attn_implementation": None}
+    changed = {**_OFF, **whole, **(other if options.model_name_or_path else {})}
+    run = _run_of(folder, [], changed, "nobody")
+    base = run["model_name_or_path"]
+    if fingerprints.differ(record.get("model"), fingerprints.of_model(base, run["model_revision"])):
+        print_note(f"{base} is not what the adapter was trained on: its files differ from those of that run", out)
+    for line in model_notes(folder, record.get("model_files") or {}) if recorded.file_of(folder).is_file() else ():
+        print_note(line, out)
+    if record["settings"]["load_in_4bit"]["value"]:
+        print_note("the adapter was trained on 4-bit weights: it is merged into the unquantised ones", out)
+
+    prepare_process(run)
+    from transformers import AutoTokenizer
+
+    from launch.data.load import Data
+    from launch.training.model import load_tokenizer, read_config
+
+    saved = (folder / "tokenizer_config.json").is_file()  # as train.py does
+    tokenizer = AutoTokenizer.from_pretrained(folder) if saved else load_tokenizer(run)
+    dtype = str(read_config(run).dtype or "float32").removeprefix("torch.")
+    run = _run_of(folder, [], {**changed, "dtype": dtype}, "nobody")
+    data = Data((), None, list, "", labels=record.get("classes"), problem_type=run["problem_type"])  # type: ignore[arg-type]
+    model = _model(run, folder, tokenizer, data)
+    before, merged = _logits(model), model.merge_and_unload()
+    difference = float((before - _logits(merged)).abs().max()) / (float(before.abs().max()) or 1.0)
+    limit = TOLERANCE[dtype]
+    compared = f"{plural(INPUTS, 'input')} differ from adapter plus base by {difference:.1e} of the largest"
+    if not difference <= limit:  # NaN too
+        print_note(f"logits of {compared}, more than {limit:g} in {dtype}: nothing was written", out)
+        return 1
+    merged.config.use_cache = merged.config.get_text_config().use_cache = True  # which a training turns off
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as beside:
+            for part in (merged, tokenizer):  # the model with its generation config
+                part.save_pretrained(Path(beside, "whole"))
+            Path(beside, "whole").rename(output)
+    except OSError as error:
+        raise mistake("output", f"{output} cannot be written: {error.strerror}", "--output elsewhere") from None
+    size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
+    lines = [f"merged   {folder} into {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
+    out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)
+    return 0
+
+
+def _logits(model: Any) -> torch.Tensor:
+    """The logits of a few sequences of random tokens, the same at each call."""
+    import torch
+
+    numbers = torch.Generator().manual_seed(0)
+    known = model.config.get_text_config().vocab_size
+    with torch.no_grad():  # one by one: a classifier may have no padding token
+        rows = (torch.randint(known, (1, LENGTH), generator=numbers) for _ in range(INPUTS))
+        return torch.cat([model.eval()(input_ids=row).logits.float() for row in rows])

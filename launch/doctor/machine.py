@@ -5,7 +5,6 @@ None imports torch.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import platform
@@ -14,15 +13,18 @@ import resource
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from launch.host import processes
 from launch.host.files import require_writable
@@ -99,41 +101,25 @@ def examine(request: Request) -> Iterator[Check]:
 
 def versions(request: Request) -> Check:
     """The versions of Python and the libraries, compared with those that this package supports."""
-    from importlib import metadata
-
-    from packaging.requirements import Requirement
-
     try:
         declared = metadata.metadata("accelerate-recipes")
     except metadata.PackageNotFoundError:  # a clone that is not installed
         return Check("warning", "versions", "the supported versions are unknown here", "pip install this package")
     named = map(Requirement, declared.get_all("Requires-Dist") or [])
-    libraries = (one for one in named if not one.marker or one.marker.evaluate({"extra": ""}))
-    wanted = {"Python": declared["Requires-Python"], **{one.name: str(one.specifier) for one in libraries}}
-    installed = {name: version(name) for name in wanted} | {"Python": platform.python_version()}
-    wrong = {name: how for name in wanted if (how := outside(installed[name], wanted[name]))}
+    wanted = {one.name: one for one in named if not one.marker or one.marker.evaluate({"extra": ""})}
+    installed = {name: version(name) for name in wanted}
+    wrong = [one for name, one in wanted.items() if not supported(installed[name], one.specifier)]
     if wrong:
-        what = ", ".join(f"{name} {installed[name] or 'missing'} (supported: {wanted[name]})" for name in wrong)
-        fix = " ".join(["pip install", *(f"'{name}{wanted[name]}'" for name in wrong)])
-        if "Python" in wrong:
-            fix = f"use an environment with Python {wanted['Python']}"
-        return Check("warning" if set(wrong.values()) == {"newer"} else "error", "versions", what, fix)
-    shown = (f"{name} {installed[name]}" for name in ("Python", "torch", "transformers", "accelerate"))
-    return Check("ok", "versions", ", ".join(shown))
+        what = ", ".join(f"{one.name} {installed[one.name] or 'missing'} (supported: {one.specifier})" for one in wrong)
+        status = "warning" if all(installed[one.name] for one in wrong) else "error"
+        return Check(status, "versions", what, " ".join(["pip install", *(f"'{one}'" for one in wrong)]))
+    shown = (f"{name} {installed[name]}" for name in ("torch", "transformers", "accelerate"))
+    return Check("ok", "versions", ", ".join([f"Python {platform.python_version()}", *shown]))
 
 
-def outside(installed: str | None, wanted: str) -> str:
-    """How a version is outside a range: "missing", "newer", "older", or "" if it is inside."""
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
-    if installed is None:
-        return "missing"
-    release = Version(Version(installed).base_version)  # vendors ship 2.12.0a0+x, which sorts before 2.12
-    violated = [one for one in SpecifierSet(wanted) if not one.contains(release, prereleases=True)]
-    if not violated:
-        return ""
-    return "newer" if all(one.operator.startswith("<") for one in violated) else "older"
+def supported(installed: str | None, wanted: SpecifierSet) -> bool:
+    """True for a vendor's 2.12.0a0+x too, which sorts before 2.12."""
+    return installed is not None and wanted.contains(Version(installed).base_version, prereleases=True)
 
 
 # --- nvidia-smi -----------------------------------------------------------------------------------
@@ -165,11 +151,6 @@ def smi_rows(query: str) -> list[list[str]]:
     """The cells for all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
     lines = [line for line in nvidia_smi(query, _CSV).splitlines() if not line.startswith("WARNING")]
     return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
-
-
-def smi_numbers(query: str) -> list[list[int]]:
-    """The rows that hold numbers only: for a part of a GPU (MIG), the memory reads [N/A]."""
-    return [list(map(int, row)) for row in smi_rows(query) if all(cell.isdecimal() for cell in row)]
 
 
 def _ask(*arguments: str) -> tuple[str, str]:
@@ -242,7 +223,8 @@ def driver_of_gpus(request: Request) -> Check | None:
 
 def gpu_memory(request: Request) -> Check | None:
     """Free memory, and who else uses a GPU."""
-    rows = smi_numbers("--query-gpu=index,memory.free,memory.total")
+    cells = smi_rows("--query-gpu=index,memory.free,memory.total")
+    rows = [list(map(int, row)) for row in cells if all(cell.isdecimal() for cell in row)]  # of a MIG: [N/A]
     others = ", ".join(f"{row[-1]} (pid {row[0]})" for row in smi_rows("--query-compute-apps=pid,process_name"))
     if not rows:
         return None
@@ -261,8 +243,6 @@ def gpu_memory(request: Request) -> Check | None:
 _LIMITS = (
     (resource.RLIMIT_NOFILE, "n", 64, 1024, 1, "open files: DataLoader workers open one per tensor"),
     (resource.RLIMIT_AS, "v", 8 * _GIB, 64 * _GIB, 1024, "of address space: torch reserves far more than it uses"),
-    (resource.RLIMIT_FSIZE, "f", 1 << 20, 10 * _GIB, 1024, "for a file: a checkpoint is larger"),
-    (resource.RLIMIT_CPU, "t", 600, 86400, 1, "s of CPU time, after which a process is killed"),
 )
 
 
@@ -286,22 +266,13 @@ def limits(request: Request) -> Check:
 
 
 def host_memory(request: Request) -> Check:
-    free, count = min(psutil.virtual_memory().available, *_left_in_cgroups(), sys.maxsize), request.processes_per_node
+    free, count = psutil.virtual_memory().available, request.processes_per_node
     words, size = f"{memory_size(free)} free for {plural(count, 'process')}", numbers(free=(free, "bytes"))
     if free < count * _GIB:  # the imports alone take half of it
         return Check("error", "RAM", words, f"{count} GiB at least: use fewer processes, or request more memory", size)
     if free < 4 * count * _GIB:
         return Check("warning", "RAM", words, "enough for small models only: request more memory for others", size)
     return Check("ok", "RAM", words, numbers=size)
-
-
-def _left_in_cgroups() -> Iterator[int]:
-    """Bytes that cgroup v2 still allows this process, in its own group and in each above it."""
-    file = Path("/proc/self/cgroup")
-    own = Path("/sys/fs/cgroup", file.read_text().rpartition("0::/")[2].strip() if file.exists() else "")
-    for group in (own, *own.parents):
-        with contextlib.suppress(OSError, ValueError):  # the root group has no limit, and "max" is none
-            yield int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
 
 
 # --- Disks and shared memory ----------------------------------------------------------------------
@@ -383,20 +354,10 @@ def cores(request: Request) -> Check:
 
 
 def compiler(request: Request) -> Check | None:
-    """What DeepSpeed needs to build the CPU's Adam, which `memory` offloads to (ds_report)."""
+    """DeepSpeed builds the CPU's Adam with it, for the offload of `memory`."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]  # where torch looks
-    nvcc = shutil.which("nvcc") or any(Path(home, "bin", "nvcc").exists() for home in homes)
-    needed: Mapping[str, object] = {
-        "a C++ compiler (g++)": shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"),
-        "ninja": shutil.which("ninja", path=search),
-        "Python's headers (python3-dev)": Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
-        "nvcc (CUDA toolkit, CUDA_HOME)": nvcc or not request.hardware.cuda,
-    }
-    missing = [name for name, found in needed.items() if not found]
-    if missing:
-        what = f"missing: {', '.join(missing)}; DeepSpeed builds its Adam for offload (recipe memory) at its first use"
-        return Check("warning", "compiler", what, "install them, for instance apt install g++ python3-dev ninja-build")
-    return Check("ok", "compiler", "a C++ compiler, ninja and Python's headers")
+    if found := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"):
+        return Check("ok", "compiler", found)
+    what = "missing: a C++ compiler, with which DeepSpeed builds its Adam for offload (recipe memory)"
+    return Check("warning", "compiler", what, "apt install g++ python3-dev, or another; then see `ds_report`")

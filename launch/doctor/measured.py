@@ -10,15 +10,13 @@ import json
 import os
 import platform
 
-from launch.doctor.machine import driver, nvidia_smi, smi_rows
+from launch.doctor.machine import driver, smi_rows
 from launch.host.files import write_whole
 from recipes.errors import Failure
 from recipes.legal.schema import version
 from recipes.planner.measured import CONTEXT, HOST, MOST_ROWS, catalogue_name, file_in, is_context, rows
 from recipes.run import Json
 from recipes.run.files import read_json
-
-_MIB = 1 << 20
 
 
 def keep_own_context(card: str, several: bool) -> None:
@@ -42,41 +40,19 @@ def keep_context(card: str, several: bool, size: int) -> None:
         keep(CONTEXT, key, {"bytes": size})
 
 
-def outside_torch(used_before: int | None = None) -> int | None:
-    """Bytes of its GPU that this process takes beside what torch has reserved; None if unknown.
-
-    nvidia-smi knows what each process takes, unless a container hides them. Then it is what was
-    taken of the GPU since `used_before` bytes were, if no other process comes or goes meanwhile.
+def outside_torch() -> int | None:
+    """Bytes of its GPU that are taken beside what torch has reserved in this process; None if
+    nvidia-smi names another process there.
     """
     import torch
 
     device = torch.cuda.current_device()
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    table = nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
-    taken = taken_by(os.getpid(), uuid, table)
-    if taken is None and used_before is not None and uuid not in table:
-        free, total = torch.cuda.mem_get_info(device)
-        taken = total - free - used_before
-    size = None if taken is None else taken - torch.cuda.memory_reserved(device)
+    if sum(uuid in row for row in smi_rows("--query-compute-apps=gpu_uuid,pid")) > 1:
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    size = total - free - torch.cuda.memory_reserved(device)
     return size if is_context(size) else None
-
-
-def taken_by(pid: int, uuid: str, table: str) -> int | None:
-    """Bytes of a GPU that nvidia-smi's table of gpu_uuid, pid, used_memory (MiB) says of a process.
-
-    In a container a process may have another number than the driver knows: alone on the GPU, it is
-    the one there. None if unknown, as with several processes, or [N/A] for a part of a GPU (MIG).
-    """
-    there = [cells[1:] for line in table.splitlines() if len(cells := line.split(", ")) == 3 and cells[0] == uuid]
-    own = [cells for cells in there if cells[0] == str(pid)] or (there if len(there) == 1 else [])
-    size = own[0][1].strip() if own else ""
-    return int(size) * _MIB if size.isdigit() else None
-
-
-def used_bytes() -> dict[str, int]:
-    """Bytes in use on each GPU by its uuid, before this command takes any."""
-    rows = smi_rows("--query-gpu=uuid,memory.used")
-    return {row[0]: int(row[1]) * _MIB for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def keep_host(card: str, processes: int, adam: float, pcie: float) -> None:

@@ -6,12 +6,15 @@ of another.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+import socketserver
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -27,26 +30,25 @@ _SAMPLES = 16  # ports
 _LOOPBACK = "127.0.0.1"
 _JOINING = 0.5  # of the whole time is left for late nodes
 _ANSWER_SECONDS = 10  # for a node that is there
-_LONGEST_LINE = 1 << 24  # bytes: a thousand nodes may say something
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
     """The loopback and, of several nodes, whether they reach each other."""
     if not any(check.fatal for check in earlier):
-        yield asyncio.run(_loopback())
+        yield loopback()
     if meeting.request.nodes > 1:
         yield gathered(meeting, any(check.fatal for check in earlier))
 
 
-async def _loopback() -> Check:
+def loopback() -> Check:
     device = next((name for name in psutil.net_if_stats() if name in ("lo", "lo0")), "lo")
     fix = f"`ip link set {device} up; ip addr replace {_LOOPBACK}/8 dev {device}`, or a sandbox that allows it"
     state = psutil.net_if_stats().get(device)
     if state is not None and not state.isup:
         return Check("error", "loopback", f"{device} is down", fix, fatal=True)
     try:
-        async with _listening(_LOOPBACK) as ports:
-            if lost := await _lost(_LOOPBACK, ports, device):
+        with _listening(_LOOPBACK) as ports:
+            if lost := _lost(_LOOPBACK, ports, device):
                 return Check("error", "loopback", *lost, fatal=True)
     except OSError as error:
         return Check("error", "loopback", f"{_LOOPBACK} cannot be used: {error.strerror}", fix, fatal=True)
@@ -75,79 +77,63 @@ def own_interface(request: Request) -> tuple[str, str]:
 # --- What passes ----------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def _listening(address: str) -> AsyncIterator[list[int]]:
-    """Listen on ports over the whole range that the system gives to who asks for any, or near them.
+class _Server(socketserver.ThreadingTCPServer):
+    """Listens from its start on, and answers each connection in a thread."""
 
-    Each answers what has sent _LARGE bytes. Raises OSError about the address.
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 1024  # nodes may come at once
+
+    def __enter__(self) -> _Server:
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Receive(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):  # the other end has given up
+            if len(self.rfile.read(_LARGE)) == _LARGE:
+                self.wfile.write(b"+")
+
+
+@contextlib.contextmanager
+def _listening(address: str) -> Iterator[list[int]]:
+    """Listen on ports such as the system gives to gloo and NCCL. Raises OSError about the address.
+
+    Each answers what has sent _LARGE bytes.
     """
-    servers: dict[int, asyncio.Server] = {}
-    first, last = _port_range()
-    for port in (first + (last - first) * at // (_SAMPLES - 1) for at in range(_SAMPLES)):
-        for near in range(port, min(port + _SAMPLES, 65536)):
-            try:
-                servers[near] = await asyncio.start_server(_receive, address, near)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # another program has it
-                    raise
-    yield list(servers)
-    for server in servers.values():
-        server.close()
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(_Server((address, 0), _Receive)) for _ in range(_SAMPLES)]
+        yield sorted(server.server_address[1] for server in servers)
 
 
-def _port_range() -> list[int]:
-    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    return [int(port) for port in file.read_text().split()] if file.exists() else [32768, 60999]
-
-
-async def _receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError, EOFError):
-        await reader.readexactly(_LARGE)
-        writer.write(b"+")
-    writer.close()
-
-
-async def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
+def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
     """What does not arrive at another address, and what mends it; None if everything does."""
-    answered = await _answering(address, ports)
-    if silent := [port for port in ports if port not in answered]:
-        first, last = _port_range()
+    with ThreadPoolExecutor(len(ports)) as pool:
+        silent = list(filter(None, pool.map(lambda port: not _answers(address, port) and port, ports)))
+    if silent:
+        file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+        first, last = file.read_text().split() if file.exists() else (32768, 60999)
         what = f"{len(silent)} of {len(ports)} ports of {address} do not answer within {_SECONDS:.0f} s, from "
         what += f"{silent[0]} to {silent[-1]}: filtered"
         return what, f"open TCP ports {first} to {last} in the firewall (iptables -I INPUT -i {device} -j ACCEPT)"
-    if await _carries(address, answered[0]) or await _carries(address, answered[0]):  # a busy machine is late once
+    if _answers(address, ports[0], bytes(_LARGE)) or _answers(address, ports[0], bytes(_LARGE)):  # late once: busy
         return None
     fix = f"`ip link set dev {device} mtu 1400`, or mend what drops them (a tunnel, a VLAN)"
     return f"large packets are lost on {device}", fix
 
 
-async def _answering(address: str, ports: Sequence[int]) -> list[int]:
-    """Those of the ports that take a connection, all asked at the same time."""
-
-    async def answers(port: int) -> bool:
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _SECONDS)
-        except OSError:
-            return False
-        writer.close()
-        return True
-
-    return [port for port, yes in zip(ports, await asyncio.gather(*map(answers, ports)), strict=True) if yes]
-
-
-async def _carries(address: str, port: int) -> bool:
-    """True if _LARGE bytes arrive over a new connection."""
-    loop = asyncio.get_running_loop()
-    with socket.socket() as sender:
-        sender.setblocking(False)
-        try:
-            async with asyncio.timeout(_SECONDS):
-                await loop.sock_connect(sender, (address, port))
-                await loop.sock_sendall(sender, bytes(_LARGE))
-                return await loop.sock_recv(sender, 1) == b"+"
-        except OSError:
-            return False
+def _answers(address: str, port: int, content: bytes = b"") -> bool:
+    """True if the port takes a connection, and if it says that all of the content has arrived."""
+    try:
+        with socket.create_connection((address, port), _SECONDS) as sender:
+            sender.sendall(content)
+            return not content or sender.recv(1) == b"+"
+    except OSError:
+        return False
 
 
 # --- Several nodes --------------------------------------------------------------------------------
@@ -156,11 +142,14 @@ async def _carries(address: str, port: int) -> bool:
 class Meeting:
     """The doctors of all nodes, which say something to each other before and after a probe run.
 
-    `port`: of node 0, for the next probe run.
+    Node 0 hears them, and answers each with what all say. `port`: its own, for the next probe run.
     """
 
     def __init__(self, request: Request) -> None:
         self.request, self.port, self.round = request, free_port(), 0
+        self.changed = threading.Condition()  # of what node 0 has heard:
+        self.heard: dict[int, list[Json | None]] = {}  # in each round
+        self.closed = 0  # the last round for which it waits no longer
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
         """What every node says, by its number; None of one that does not say it in time.
@@ -168,75 +157,69 @@ class Meeting:
         `seconds`: how much longer than this one another node may take.
         """
         try:
-            return asyncio.run(self.say(seconds + _ANSWER_SECONDS, own))
+            return self.say(seconds + _ANSWER_SECONDS, own)
         except OSError:  # node 0 has gone
             return [own if node == self.request.machine_rank else None for node in range(self.request.nodes)]
 
-    async def say(self, seconds: float, own: Json) -> list[Json | None]:
-        """As `exchange`. Raises OSError if node 0 cannot listen, or cannot be reached."""
+    def say(self, seconds: float, own: Json) -> list[Json | None]:
+        """As `exchange`. Raises OSError if node 0 cannot be reached."""
         self.round += 1
-        request, own = self.request, {"round": self.round, "port": free_port(), **own}
-        tell = self._ask if request.machine_rank else self._collect
-        said: list[Json | None] = await tell(own, seconds) if request.nodes > 1 else [own]
+        node, own = self.request.machine_rank, {"port": free_port(), **own}
+        said = self._ask(own, seconds) if node else self.hear(node, self.round, own, seconds)
         self.port = (said[0] or own)["port"]
         return said
 
-    async def _collect(self, own: Json, seconds: float) -> list[Json | None]:
-        """On node 0: what the nodes say that come within some seconds, for all of them."""
-        request, over = self.request, asyncio.Event()
-        said: list[Json | None] = [own] + [None] * (request.nodes - 1)
-        answers: list[asyncio.Task[None] | None] = []
+    def listen(self) -> None:
+        """On node 0, from now on. Raises OSError if it cannot, or if others would not find it."""
+        meeting = self
 
-        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # another program
-                other = json.loads(await reader.readline())
-                if other["says"]["round"] != own["round"]:
-                    raise ValueError  # a node that is ahead, and asks again
-                said[other["node"]] = other["says"]
-                answers.append(asyncio.current_task())
-                if all(said):
-                    over.set()
-                await over.wait()
-                writer.write(json.dumps(said).encode() + b"\n")
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+        class Hear(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                with contextlib.suppress(OSError, ValueError, TypeError):  # another program
+                    said = meeting.hear(**json.loads(self.rfile.readline()))
+                    self.wfile.write(json.dumps(said).encode() + b"\n")
 
-        server = await asyncio.start_server(hear, "0.0.0.0", request.port, limit=_LONGEST_LINE)
-        try:
-            if not await _answering(request.address, [request.port]):
-                raise OSError(errno.EADDRNOTAVAIL, "it is an address of another machine")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), seconds)
-            over.set()
-            await asyncio.wait([*filter(None, answers), asyncio.create_task(asyncio.sleep(0))], timeout=_ANSWER_SECONDS)
-        finally:
-            server.close()
-        return said
+        _Server(("0.0.0.0", self.request.port), Hear).__enter__()
+        if not _answers(self.request.address, self.request.port):
+            raise OSError(errno.EADDRNOTAVAIL, "it is an address of another machine")
 
-    async def _ask(self, own: Json, seconds: float) -> list[Json | None]:
+    def hear(self, node: int, turn: int, own: Json, seconds: float | None = None) -> list[Json | None]:
+        """On node 0: what all nodes say in this round, for one that says something.
+
+        The round is over for all of them when node 0, which alone has `seconds`, waits no longer.
+        """
+        with self.changed:
+            said = self.heard.setdefault(turn, [None] * self.request.nodes)
+            if turn > self.closed:
+                said[node] = own
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: all(said) or turn <= self.closed, seconds)
+            self.closed = max(self.closed, turn)
+            self.changed.notify_all()
+            return said
+
+    def _ask(self, own: Json, seconds: float) -> list[Json | None]:
         """On another node: say it to node 0 as soon as that listens, and wait for what all say."""
-        loop, request = asyncio.get_running_loop(), self.request
-        until, line = loop.time() + seconds, json.dumps({"node": request.machine_rank, "says": own}).encode()
+        request, until = self.request, time.monotonic() + seconds
+        line = json.dumps({"node": request.machine_rank, "turn": self.round, "own": own}).encode()
         while True:
             try:
-                async with asyncio.timeout_at(until):
-                    reader, writer = await asyncio.open_connection(request.address, request.port, limit=_LONGEST_LINE)
-                writer.write(line + b"\n")
-                answer = await asyncio.wait_for(reader.readline(), seconds + _ANSWER_SECONDS)
-                writer.close()
-                return json.loads(answer)
+                left = max(0.1, until - time.monotonic())
+                with socket.create_connection((request.address, request.port), left) as sender:
+                    sender.settimeout(seconds + _ANSWER_SECONDS)
+                    sender.sendall(line + b"\n")
+                    return json.loads(sender.makefile().readline())
             except (OSError, ValueError):
-                if loop.time() + 0.2 > until:
+                if time.monotonic() + 0.2 > until:
                     raise TimeoutError from None
-                await asyncio.sleep(0.2)
+                time.sleep(0.2)
 
 
 def gathered(meeting: Meeting, fatal: bool) -> Check:
     """Wait for all nodes, and try their links. `fatal`: this one cannot start ranks."""
     request = meeting.request
     try:
-        wrong = asyncio.run(_met(meeting, fatal))
+        wrong = _met(meeting, fatal)
     except socket.gaierror:
         fix = "--main_process_ip with a name that every node resolves, or node 0's address in numbers"
         wrong = f"{request.address} is not resolved here", fix
@@ -248,13 +231,15 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
     return Check("ok", "nodes", what)
 
 
-async def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
+def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
     """What keeps the nodes from training together, and its fix. Each tries its link to the next."""
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
-    await asyncio.get_running_loop().getaddrinfo(request.address, None, family=socket.AF_INET)
+    socket.getaddrinfo(request.address, None, family=socket.AF_INET)
+    if request.machine_rank == 0:
+        meeting.listen()
     own, device = own_interface(request)
-    async with _listening("0.0.0.0") as ports:
-        said = await meeting.say(seconds, {"address": own, "ports": ports, "fatal": fatal})
+    with _listening("0.0.0.0") as ports:
+        said = meeting.say(seconds, {"address": own, "ports": ports, "fatal": fatal})
         absent, nodes = [node for node, one in enumerate(said) if not one], [one for one in said if one]
         if absent:
             fix = f"run the doctor on {_named(absent)} at the same time, with its --machine_rank"
@@ -264,7 +249,7 @@ async def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
         if failed or fatal:
             return failed_elsewhere(failed) if failed else None
         after = nodes[(request.machine_rank + 1) % request.nodes]
-        found = await meeting.say(_ANSWER_SECONDS, {"lost": await _lost(after["address"], after["ports"], device)})
+        found = meeting.say(_ANSWER_SECONDS, {"lost": _lost(after["address"], after["ports"], device)})
     for node, one in enumerate(found):
         if one is None:
             return f"node {node} went away while its link was tried", "run `recipes doctor` on every node again"

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from launch.doctor.machine import ENLARGE, Check, Request
-from launch.doctor.measured import used_bytes
 from launch.host import processes
 from launch.host.launcher import threads_per_process
 from recipes.run import Json
@@ -81,7 +80,6 @@ def probe_run(
         "port": port,
         "threads": threads_per_process(request.hardware.cores, request.processes_per_node),
         "card": request.hardware.gpus[0].name if request.hardware.cuda else "",
-        "used_bytes": used_bytes() if request.hardware.cuda else {},
     }
     asked = [{**of_all, "rank": first + at, "local_rank": at} for at in range(request.processes_per_node)]
     with processes.ask("launch.doctor.links", asked, {**os.environ, **dict(chosen)}) as ranks:

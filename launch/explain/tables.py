@@ -63,6 +63,7 @@ _NOTES = (
     "syncs and sent: per step and rank, counted by a hook in DDP",
     "loss: on the same examples after {STEPS} steps of SGD, {loss_before:.2f} before",
     "gradient: its norm in the first step, as SGD gets it, relative to the first row; off: the relative difference",
+    "zeroed: values of that gradient that are zero here and not in the first row",
 )
 _LARGE_BATCH = 2**20  # tokens: with the few of this training almost nothing underflows in fp16
 _OF_16_BITS = (
@@ -104,7 +105,6 @@ TOPICS = {
             Variant("fp16, scaler", _SCALED, dtype="fp16", scale=True),
         ),
         (
-            "zeroed: values of the gradient that are zero here and not in the first row",
             "the loss is divided and the learning rate multiplied, so that gradients are as small as with a mean over "
             f"{_LARGE_BATCH:,} tokens; the scaler may skip the first steps to find its scale",
             *_OF_16_BITS,
@@ -129,21 +129,15 @@ TOPICS = {
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("explain")
     topics = "; ".join(f"{name}: {topic.what}" for name, topic in TOPICS.items())
-    parser.add_argument("topic", nargs="?", choices=TOPICS, help=topics)
-    parser.set_defaults(run=explain, print_help=parser.print_help)
+    parser.add_argument("topic", choices=TOPICS, help=topics)
+    parser.set_defaults(run=explain)
 
 
 def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Returns 0, or 1 if a rank failed."""
-    if options.topic is None:
-        options.print_help()
-        return 0
     topic, hardware = TOPICS[options.topic], read_hardware()
     device = "cuda" if len(hardware.gpus) >= RANKS else "cpu"
-    where = str(hardware)
-    if device == "cpu" and hardware.gpus:
-        where = f"CPU, {hardware.cores} cores (NCCL needs a GPU for each rank, and there is one)"
-    print(f"{options.topic}: {topic.what}\n{where}: {RANKS} processes measure", flush=True)
+    print(f"{options.topic}: {topic.what}\n{hardware}: {RANKS} processes measure on {device}", flush=True)
     try:
         _print(topic, measured(options.topic, device, hardware.cores))
     except Failure as error:
@@ -173,8 +167,6 @@ def _print(topic: Topic, found: Json) -> None:
     batch = f"{RANKS} ranks x {SEQUENCES} sequences of {found['tokens']} tokens"
     print(f"{found['backend']}, a decoder of {found['parameters']:,} parameters, {batch} per optimizer step\n")
     cells = [_cells(row, rows[0]) for row in rows]
-    if not topic.gradients_of:
-        cells = [{name: text for name, text in row.items() if name != "zeroed"} for row in cells]
     print_table([*cells[0]], [[*row.values()] for row in cells])
     print("\n".join(["", *(f"{variant.name}: {variant.reason}" for variant in topic.variants), ""]))
     if any(variant.goal for variant in topic.variants):
@@ -195,7 +187,7 @@ def _cells(row: Json, first: Json) -> dict[str, str]:
         "loss": "not finite" if row["loss"] is None else f"{row['loss']:.2f}",
         "gradient": f"x {row['gradient'] / first['gradient']:.3g}",
         "off": "" if row is first else f"{row['difference']:.1g}",
-        "zeroed": f"{row['lost']:.2%}",
+        "zeroed": "" if row is first else f"{row['lost']:.2%}",
     }
 
 

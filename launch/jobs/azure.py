@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import importlib.util
 import io
-import json
 import os
 import re
 import shlex
@@ -442,18 +441,10 @@ def load(text: str, folder: Path) -> SdkJob:
 
 
 def _sentence(text: str) -> str:
-    """All errors of Azure's parser on one line: JSON, whose one error holds the JSON of all."""
-    with contextlib.suppress(ValueError):  # no JSON
-        found, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
-        if "errors" in found:
-            return _sentence(found["errors"][0]["message"])
-        return re.sub(r'[][{}"]|_schema: |\\n', "", json.dumps(found).replace('"_schema": ', ""))
-    named = re.search(r"\(x\) (.+)", text)  # among advice of many lines
-    return named[1] if named else _first_line(text)
-
-
-def _first_line(text: str) -> str:
-    return re.sub(r"\x1b\[\d+m", "", text).strip().partition("\n")[0].rstrip(".:")
+    """The finding of Azure's parser or service on one line, without its JSON and its advice."""
+    found = re.search(r"JobSchema failed:(.+?)If you are|\(x\) ([^\n]+)", text, re.DOTALL)
+    words = found[found.lastindex or 0] if found else text.strip().partition("\n")[0]
+    return " ".join(re.sub(r'\\n|\x1b\[\d+m|[][{}"\\]', "", words).split()).rstrip(".:")
 
 
 def connected(workspace: Mapping[str, str]) -> MLClient:
@@ -492,4 +483,4 @@ def _asking() -> Iterator[None]:
             raise KeyboardInterrupt from None
         named = "config.json" in str(error)
         fix = "--subscription_id, --resource_group and --workspace_name" if named else "correct what it names"
-        raise mistake("azureml", f"Azure says: {_first_line(str(error))}", fix) from None
+        raise mistake("azureml", f"Azure says: {_sentence(str(error))}", fix) from None

@@ -97,17 +97,16 @@ def checked_job(
     nodes: int = 1,
     preflight: bool = False,
     accelerate_config: str | None = None,
-    says_advice: bool = True,
-    is_stored: bool = True,
+    starts_here: bool = False,
 ) -> Job:
     """The job of train.py with the command line `argv` on `nodes` such nodes, if the run is legal.
 
     `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is
-    the file or name of an Accelerate YAML that replaces the recipe's own. Advice is printed, with
-    `says_advice`: not where train.py follows at once, which says it.
+    the file or name of an Accelerate YAML that replaces the recipe's own. With `starts_here`
+    train.py follows at once in this terminal: it prints the advice, and no text is stored.
 
     Raises `UserError` with every problem of the run; for a world the engine cannot start; and for a
-    secret in `argv`, if the job's text `is_stored`.
+    secret in `argv`, if the job's text is stored.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     data = {"dataset_name": list(node.data)} if node.data else {}
@@ -116,13 +115,13 @@ def checked_job(
     run = with_fit(resolve(words, place, data, "--data"))
     advice = require_legal(run)
     require_columns(run)
-    if advice and says_advice:
+    if advice and not starts_here:
         print_problems(advice, console(stderr=True))
     if run.engine.kind == "single" and world > 1:
         what = f"{run.recipe.name} trains in one process, {world} are asked for"
         raise mistake("processes_per_node", what, "one process, or --recipe standard")
     argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
-    if is_stored:
+    if not starts_here:
         refuse_secrets(run, argv)
     own = launch_yaml(run.recipe, run["deepspeed"])
     config = find_yaml(accelerate_config).resolve() if accelerate_config else own

@@ -161,9 +161,6 @@ class Slurm(Target):
     def render(self, job: Job) -> str:
         """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""
         refuse_fresh(job, "another --output_dir")
-        if re.search(r"[/%]", self.job_name or ""):  # Slurm would find no place for the log, and say nothing
-            fix = "letters, digits and .,:@+=-"
-            raise mistake("job_name", f"{self.job_name} names the log too, which can hold neither / nor %", fix)
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
         directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}
@@ -275,20 +272,14 @@ def mounted(job: Job) -> list[str]:
     that leaves the current folder. The output folder is made if it is not there. Links in a path
     stay: inside the container it must be the same text.
     """
-    found = [SCRIPT.parent, SCRIPT.parents[1] / "recipes", Path(job.config).parent]
-    if own := _outside(str(job.folder)):
-        found.append(own)
-    values = [job.run[name] for name in job.run.given if name != "output_dir"]  # which need not exist yet
-    texts = [text for value in values for text in (value if isinstance(value, list | tuple) else [value])]
-    for path in filter(None, map(_outside, map(str, [*texts, *job.run.recipe.files]))):
-        folder = path if os.path.isdir(path) else path.parent  # noqa: PTH112, Path.is_dir raises for a long text
-        if os.path.isdir(folder) and folder != Path("/"):  # noqa: PTH112
-            found.append(folder)
-    outermost = (folder for folder in found if not any(other in folder.parents for other in found))
-    return list(dict.fromkeys(map(str, outermost)))
-
-
-def _outside(text: str) -> Path | None:
-    """The path that a text names outside of the current folder, wherever that is; without `..`."""
-    leads_out = text.startswith(("/", "~/", ".."))
-    return Path(os.path.normpath(Path.cwd() / expanded(text))) if leads_out else None
+    found = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "recipes"), str(Path(job.config).parent)]
+    values = [job.run[name] for name in job.run.given] + [job.run.recipe.files]
+    texts = [str(text) for value in values for text in (value if isinstance(value, list | tuple) else [value])]
+    for text in texts:
+        if text.startswith(("/", "~/", "..")):
+            path = os.path.normpath(Path.cwd() / expanded(text))
+            is_folder = os.path.isdir(path) or text == job.run["output_dir"]  # noqa: PTH112
+            folder = path if is_folder else os.path.dirname(path)  # noqa: PTH120
+            if is_folder or os.path.isdir(folder):  # noqa: PTH112, Path.is_dir raises for a long text
+                found.append(folder)
+    return [folder for folder in dict.fromkeys(found) if folder != "/"]

@@ -34,8 +34,15 @@ def can_make() -> bool:
 
 
 @pytest.mark.skipif(not can_make(), reason="faults are made as root, in namespaces, with gcc")
-@pytest.mark.skipif("+cpu" not in version("torch"), reason="the fault is a torch without CUDA")
-def test_a_fault_that_is_made_is_named_and_mended():
-    command = [sys.executable, "-m", "tests.campaigns.doctor", "--fault", "^CPU-only torch"]
+@pytest.mark.skipif("+cpu" not in version("torch"), reason="one fault is a torch without CUDA")
+@pytest.mark.parametrize(
+    ("faults", "count"),
+    [
+        ("^CPU-only torch|^loopback", 4),
+        pytest.param("wrong interface|once|absent|between nodes|/dev/shm", 10, marks=pytest.mark.slow),
+    ],
+)
+def test_faults_that_are_made_are_named_and_mended(faults, count):
+    command = [sys.executable, "-m", "tests.campaigns.doctor", "--fault", faults]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0 and "1 faults: 1 named in time" in done.stdout, done.stdout + done.stderr
+    assert f"{count} faults: {count} named in time" in done.stdout, done.stdout + done.stderr

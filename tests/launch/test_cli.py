@@ -29,18 +29,19 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "fix"), [(["chekc"], "Fix: check."), (["xyz"], "one of list, show"), ([], "one of list, show")]
+    ("words", "fix"), [(["chekc"], "Fix: recipes check."), (["sft"], "Fix: recipes train."), ([], "one of list, show")]
 )
 def test_an_unknown_command_gets_the_nearest_name(words, fix, capsys):
     assert main(words) == 2
     assert fix in capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_refused(capsys):
+@pytest.mark.parametrize(("words", "why"), [("list", "unrecognized arguments: "), ("submit slurm", "come after --")])
+def test_an_unknown_flag_is_refused(words, why, capsys):
     with pytest.raises(SystemExit) as end:
-        main(["list", "--learning_rate", "1"])
+        main([*words.split(), "--learning_rate", "1"])
     assert end.value.code == 2
-    assert "unrecognized arguments: --learning_rate" in capsys.readouterr().err
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["plan --model 8B --gpu H100 --num_procesess 2", "train --num_procesess 2"])
@@ -68,7 +69,7 @@ sys.meta_path.insert(0, Interrupts())
 LIBRARIES = {"torch", "transformers", "accelerate", "numpy"}
 OTHER_COMMANDS = {
     *("launch.jobs", "launch.doctor", "launch.scaling", "launch.explain", "launch.fit", "launch.training"),
-    *("launch.commands.plan", "launch.commands.merge", "launch.commands.train", "recipes.planner"),
+    *("launch.commands.plan", "launch.commands.use", "launch.commands.train", "recipes.planner"),
 }
 UNUSED = {
     "list": {*LIBRARIES, *OTHER_COMMANDS, "recipes.rules", "recipes.run", "recipes.legal", "yaml"},
@@ -76,6 +77,7 @@ UNUSED = {
     "copy fast /dev/null": OTHER_COMMANDS,
     "check --recipe memory": {*LIBRARIES, *OTHER_COMMANDS, "rich"},
     "--help": {*LIBRARIES, *OTHER_COMMANDS, "launch.commands.catalogue", "launch.commands.compare"},
+    "plan --model 7B --gpu L4 --optim nine": {"torch", "transformers"},
     "scale report --help": LIBRARIES,
 }
 

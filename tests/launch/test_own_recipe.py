@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launch.cli import main
-from tests.support.running import ROOT, train_here
+from tests.support.running import train_here
 
 MINE = "base: standard\npurpose: For our tickets.\nchanges:\n  logging_steps: [3, we watch it closely]\n"
 
@@ -58,20 +58,6 @@ def test_a_mistake_in_it_ends_every_command_with_exit_code_2(tmp_path, capsys):
 def test_a_job_here_or_on_a_shared_disk_names_the_file(target, capsys):
     assert main(["submit", *target, "--recipe", "mine.yaml", "--dry_run"]) == 0
     assert "--recipe mine.yaml" in capsys.readouterr().out
-
-
-def test_a_job_on_azure_takes_the_files_of_a_recipe_along_from_the_current_folder(tmp_path, monkeypatch, capsys):
-    tmp_path.joinpath("engine.yaml").write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
-    tmp_path.joinpath("mine.yaml").write_text(MINE + "engine: engine.yaml\n")
-    words = ["submit", "azureml", "--compute", "c", "--dry_run", "--recipe"]
-    assert main([*words, "mine.yaml", "--output", "job.yaml"]) == 0
-    job = tmp_path.joinpath("job.yaml").read_text()
-    assert "--config_file engine.yaml" in job and "--recipe mine.yaml" in job
-    assert {"engine.yaml", "mine.yaml"} <= {file.name for file in tmp_path.joinpath("recipes-code").iterdir()}
-    tmp_path.joinpath("here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert main([*words, "../mine.yaml"]) == 2
-    assert "mine.yaml is not a file in the current folder" in capsys.readouterr().err
 
 
 def test_a_training_records_it_and_its_file(tiny_model, texts, tmp_path):

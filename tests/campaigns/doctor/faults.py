@@ -101,10 +101,10 @@ def with_gpus(name: str, made: str, title: str, says: str, fix: str) -> Fault:
     return Fault(name, f"{GPUS}; {made}", title, says, fix, mend=NOT_HERE)
 
 
-def package(name: str, stand_in: str, title: str, says: str, fix: str) -> Fault:
+def package(name: str, stand_in: str, title: str, says: str, fix: str, status: str = "error") -> Fault:
     """Another package comes first on PYTHONPATH."""
     made = f"{UP}; export PYTHONPATH=$STAND/{stand_in}:$PYTHONPATH"
-    return Fault(name, made, title, says, fix, mend="export PYTHONPATH=${PYTHONPATH#*:}")
+    return Fault(name, made, title, says, fix, mend="export PYTHONPATH=${PYTHONPATH#*:}", status=status)
 
 
 def limit(name: str, made: str, title: str, says: str, fix: str, status: str = "error") -> Fault:
@@ -164,7 +164,7 @@ GPU = (
     with_gpus("CUDA_VISIBLE_DEVICES names no GPU", "export CUDA_VISIBLE_DEVICES=0,7", "GPUs", "'7'", "ordinals"),
 )
 SOFTWARE = (
-    package("an old transformers", "old", "versions", "transformers 4.40", "pip install 'transformers"),
+    package("an old transformers", "old", "versions", "transformers 4.40", "pip install 'transformers", "warning"),
     package("torch cannot be imported", "torch-broken", "torch", "libcudart is missing", "torch works"),
     limit("few open files", "-n 256", "limits", "256 open files", "-n", status="warning"),
     limit("too few open files to start", "-n 24", "limits", "24 open files", "-n"),

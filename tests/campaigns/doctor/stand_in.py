@@ -16,12 +16,13 @@ int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "NVIDIA H1
 int cuDeviceTotalMem_v2(size_t *size, int device) { *size = (size_t)80 << 30; return 0; }
 int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 75 ? 9 : 0; return 0; }
 """
-_SMI = """\
+SMI = """\
 #!/bin/sh
 case "$1" in
     --query-gpu=uuid) printf 'GPU-a\\nGPU-b\\n' ;;
     --query-gpu=driver_version) printf '580.1\\n580.1\\n' ;;
-    --query-gpu=index,memory.free,memory.total) printf '0, 80000, 81559\\n1, 80000, 81559\\n' ;;
+    --query-gpu=index,memory.free,memory.total) printf '0, 80000, 81559\\n1, 1000, 81559\\n' ;;
+    --query-compute-apps=*) printf '4242, python\\n' ;;
     --query-gpu=*) printf '[N/A]\\n[N/A]\\n' ;;
 esac
 """
@@ -34,7 +35,7 @@ def make(folder: Path) -> None:
     argv = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(argv, input=_LIBCUDA, text=True, check=True)
     for name, script in {
-        "smi": _SMI,
+        "smi": SMI,
         "smi-hangs": "#!/bin/sh\nsleep 1000\n",
         "smi-fails": "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n",
         "smi-words": "#!/bin/sh\necho 'Unable to determine the device handle for GPU0: Unknown Error'\n",

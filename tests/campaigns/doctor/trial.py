@@ -52,16 +52,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`mended` is None where what mends it needs another machine."""
+    """`wrong` is empty for a fault that was named, and mended if that can be done here."""
 
-    named: bool
-    mended: bool | None
     seconds: float
-    why: str = ""
+    wrong: str = ""
 
     @property
     def good(self) -> bool:
-        return self.named and self.mended is not False and self.seconds <= MOST_SECONDS
+        return not self.wrong and self.seconds <= MOST_SECONDS
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.1f} s {self.wrong or ('named' if self.good else 'TOO SLOW')}"
 
 
 def tried(stand_ins: Path, fault: Fault) -> Verdict:
@@ -69,15 +70,15 @@ def tried(stand_ins: Path, fault: Fault) -> Verdict:
     outcome = _doctor(stand_ins, fault.made, fault, _TIMEOUT)
     check = outcome.named(fault)
     if check is None or outcome.code != (1 if fault.status == "error" else 0):
-        return Verdict(False, False, outcome.seconds, outcome.summary())
+        return Verdict(outcome.seconds, f"NOT NAMED: {outcome.summary()}")
     if fault.mend == NOT_HERE:
-        return Verdict(True, None, outcome.seconds)
+        return Verdict(outcome.seconds)
     mend = commands_in(check["fix"]) if fault.mend == FROM_FIX else fault.mend
     again = _doctor(stand_ins, f"{fault.made}\n{mend}", fault, _PATIENT, strikes=False)
     still = [one for one in again.checks if one["title"] == check["title"] and one["status"] != "ok"]
     if again.checks and again.code == 0 and not still:
-        return Verdict(True, True, outcome.seconds)
-    return Verdict(True, False, outcome.seconds, f"after {mend!r}: {again.summary()}")
+        return Verdict(outcome.seconds)
+    return Verdict(outcome.seconds, f"NOT MENDED by {mend!r}: {again.summary()}")
 
 
 def healthy(stand_ins: Path) -> str:
@@ -96,8 +97,8 @@ def _doctor(stand_ins: Path, lines: str, fault: Fault, timeout: int, strikes: bo
     """The doctor after these lines of bash, in namespaces and a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        for below in ("tmp", "hf"):
-            (folder / below).mkdir()
+        (folder / "tmp").mkdir()
+        (folder / "hf").mkdir()
         doctor = f"{sys.executable} -m launch doctor --json --timeout {timeout}"
         environment = {
             **os.environ,
@@ -113,11 +114,7 @@ def _doctor(stand_ins: Path, lines: str, fault: Fault, timeout: int, strikes: bo
         ) as process:  # fmt: skip
             if fault.strike and strikes:
                 threading.Thread(target=_strike, args=(process, folder / "tmp", fault)).start()
-            try:
-                text, errors = process.communicate(timeout=_GIVEN_UP)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                text, errors = process.communicate()
+            text, errors = process.communicate(timeout=_GIVEN_UP)
         return Outcome(process.returncode, time.monotonic() - began, _checks(text), text + errors)
 
 

@@ -40,26 +40,3 @@ def test_a_named_gpu_is_judged_on_a_machine_without_one(tmp_path, capsys, monkey
     assert "legal: sharded on FSDP2, 4 processes" in capsys.readouterr().out
     words = ["--model_name_or_path", "./not_here", "--dataset_name", "./nor_this"]
     assert main(["check", *words, "--gpu", "L4"]) == 0, "it may be there"
-
-
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        ("--gpu T4 --bf16", "only emulated on compute capability 7.5"),
-        ("--gpu A100", "A100 40GB or A100 80GB"),
-        ("--gpu H1000", "H100 SXM"),
-        ("--gpu L4 --azureml azureml/fast.yaml", "leave it out beside --azureml"),
-        ("--accelerate_config fats", "Fix: fast"),
-    ],
-)
-def test_a_mistake_is_one_line(words, advice, capsys):
-    assert main(["check", *words.split()]) == 2
-    assert advice in capsys.readouterr().err
-
-
-def test_a_yaml_is_known_by_its_name_but_a_file_wins(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["check", "--accelerate_config", "fast"]) == 0
-    (tmp_path / "fast").write_text("")
-    assert main(["check", "--accelerate_config", "fast"]) == 2
-    assert "fast is empty" in capsys.readouterr().err

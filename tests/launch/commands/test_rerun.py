@@ -9,7 +9,6 @@ import venv
 from pathlib import Path
 
 import pytest
-import yaml
 
 from launch.cli import main
 from launch.output import record
@@ -178,9 +177,6 @@ def test_a_file_that_held_a_secret_is_compared_by_its_hash(place, capsys):
     assert code == 2 and "mine.yaml" in said and secret not in said
 
 
-AUTO = dict.fromkeys(["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"], "auto")
-
-
 def test_the_recorded_accelerate_yaml_is_used(place, capsys):
     file = place / "engine.yaml"
     shutil.copy(ROOT / "accelerate_configs" / "standard.yaml", file)
@@ -204,18 +200,6 @@ def test_flags_of_the_launcher_are_named(place, capsys):
     _, script, said = dry(capsys, folder)
     assert f"--config_file {shipped('standard.yaml')} " in script and "--num_processes 2" in script
     assert "flags of the launcher are left out: --mixed-precision=bf16;" in said
-
-
-def test_a_deepspeed_json_by_a_relative_path_is_found_from_its_folder_alone(place, tmp_path, capsys, monkeypatch):
-    (place / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **AUTO}))
-    file = place / "engine.yaml"
-    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 1}
-    file.write_text(yaml.safe_dump({**content, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
-    folder = recorded(place / "out", "--recipe", "memory", yaml=file)
-    assert dry(capsys, folder)[0] == 0
-    monkeypatch.chdir(tmp_path)
-    code, _, said = dry(capsys, folder)
-    assert code == 2 and f"Fix: cd {place}" in said
 
 
 def test_a_model_of_the_hub_is_taken_at_its_commit(place, capsys):

@@ -51,27 +51,6 @@ def test_another_yaml_by_name_or_by_path(becomes, tmp_path):
     assert str(mine) in own and own[own.index("--num_processes") + 1] == "2"
 
 
-def test_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(becomes, tmp_path):
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}')
-    words = becomes("--recipe", "memory", "--deepspeed", str(tmp_path / "ds.json"))
-    assert str(CONFIGS / "standard.yaml") in words
-
-
-@pytest.mark.parametrize(
-    ("words", "printed"),
-    [
-        ("--lerning_rate 1", "--learning_rate"),
-        ("--recipe baseline --num_processes 2", "one process"),
-        ("--accelerate_config mine.yaml", "an existing file, or one of fast, memory, memory_zero3"),
-    ],
-)
-def test_a_mistake_starts_nothing(words, printed, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "execv", lambda *anything: pytest.fail("it was started"))
-    assert main(["train", *words.split(), "--output_dir", str(tmp_path)]) == 2
-    output = capsys.readouterr()
-    assert printed in output.err and not output.out
-
-
 @pytest.mark.slow
 def test_a_recipe_of_ones_own_trains_in_two_processes(tiny_model, texts, tmp_path):
     mine = tmp_path / "mine.yaml"
@@ -106,8 +85,6 @@ def test_a_mistake_about_the_data_to_prepare_is_one_line(tiny_model, tmp_path, c
     file.write_text('{"body": "a"}\n')
     assert main(["prepare", *model_flags(tiny_model, file)]) == 2
     assert "there is no column 'text'; the data has body" in capsys.readouterr().err
-    assert main(["prepare"]) == 2
-    assert "there is nothing to prepare" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written_is_named(tiny_model, texts, tmp_path, capsys, monkeypatch):

@@ -5,17 +5,8 @@ import os
 import pytest
 
 from launch.doctor import machine
+from tests.campaigns.doctor.stand_in import SMI
 from tests.support.running import ROOT
-
-SMI = """\
-#!/bin/sh
-case "$1" in
-    --query-gpu=uuid) printf 'GPU-a\\nGPU-b\\n' ;;
-    --query-gpu=driver_version) printf '580.1\\n580.1\\n' ;;
-    --query-gpu=index,memory.free,memory.total) printf '0, 80000, 81559\\n1, 1000, 81559\\n' ;;
-    --query-compute-apps=*) printf '4242, python\\n' ;;
-esac
-"""
 
 
 @pytest.fixture

@@ -19,11 +19,10 @@ H100 = "NVIDIA H100 80GB HBM3"
 CARD = Hardware((Gpu(H100, (9, 0), 80 << 30),), cores=8)
 KEEP_HOST = partial(measured.keep_host, H100, 2)
 UUID = "GPU-3f1a9d52-0000-0000-0000-000000000001"
-SMI = f"""\
+SMI = """\
 #!/bin/sh
 case "$1" in
     --query-gpu=driver_version) echo 580.1 ;;
-    --query-gpu=uuid,memory.used) echo '{UUID}, 40' ;;
     --query-compute-apps=*) cat "$(dirname "$0")/processes" ;;
 esac
 """
@@ -36,14 +35,14 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpu(nvidia_smi, tmp_path, monkeypatch):
-    """A process on a GPU, of which torch has reserved 100 MiB, and that shows these processes."""
+    """620 MiB of a GPU are taken, of which torch has reserved 100, by these processes."""
     import torch
 
-    def shows(*processes: str, free: int = 80_000) -> None:
-        (tmp_path / "processes").write_text("".join(f"{line}\n" for line in processes))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * MIB, 81_000 * MIB))
+    def shows(*processes: int) -> None:
+        (tmp_path / "processes").write_text("".join(f"{UUID}, {pid}\n" for pid in processes))
 
     nvidia_smi(SMI)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80_380 * MIB, 81_000 * MIB))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     device = SimpleNamespace(uuid=UUID.removeprefix("GPU-"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
@@ -58,42 +57,18 @@ def own(world=1):
 # --- What a process takes of its GPU --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("processes", "size"),
-    [
-        (["GPU, {pid}, 620", "GPU, 77, 9000", "GPU-other, {pid}, 30"], 620),
-        (["GPU, 77, 620", "GPU-other, 78, 30"], 620),  # a container, in which processes have other numbers
-        (["GPU, 77, 620", "GPU, 78, 9000"], None),
-        (["GPU, {pid}, [N/A]"], None),
-        (["No running processes found"], None),
-    ],
-    ids=str,
-)
-def test_nvidia_smi_says_what_a_process_takes_or_it_is_unknown(processes, size):
-    table = "".join(f"{line.format(pid=42)}\n" for line in processes).replace("GPU,", f"{UUID},")
-    found = measured.taken_by(42, UUID, table)
-    assert found == (None if size is None else size * MIB)
-
-
-def test_the_context_is_what_is_taken_beside_torch(gpu):
-    gpu(f"{UUID}, {os.getpid()}, 620")
-    assert measured.outside_torch() == 520 * MIB
-
-
-def test_where_processes_are_hidden_it_is_what_came_since_before(gpu):
-    gpu(free=80_400)
-    assert measured.used_bytes() == {UUID: 40 * MIB}
-    assert measured.outside_torch(40 * MIB) == (81_000 - 80_400 - 40 - 100) * MIB
-    assert measured.outside_torch() is None
-    gpu(f"{UUID}, 77, 1000", f"{UUID}, 78, 1000", free=80_400)  # several, and which is this one is unknown
-    assert measured.outside_torch(40 * MIB) is None
+@pytest.mark.parametrize(("processes", "size"), [((42,), 520 * MIB), ((), 520 * MIB), ((42, 77), None)])
+def test_the_context_is_what_is_taken_beside_torch_unless_others_take_it_too(processes, size, gpu):
+    """A container hides processes, or shows them under other numbers."""
+    gpu(*processes)
+    assert measured.outside_torch() == size
 
 
 # --- Kept for the next plan -----------------------------------------------------------------------
 
 
 def test_a_training_keeps_the_largest_context_for_such_a_card_and_no_other(gpu):
-    gpu(f"{UUID}, {os.getpid()}, 620")
+    gpu(os.getpid())
     measured.keep_context(H100, False, 300 * MIB)
     measured.keep_own_context(H100, several=False)
     measured.keep_context(H100, False, 400 * MIB)
@@ -115,7 +90,7 @@ def test_a_damaged_file_is_replaced_and_what_a_later_release_keeps_there_stays(c
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_every_training_on_a_gpu_keeps_its_context_or_says_in_a_line_why_not(writable, gpu, tmp_path, capsys):
-    gpu(f"{UUID}, {os.getpid()}, 620")
+    gpu(os.getpid())
     if not writable:
         (tmp_path / "cache").write_text("a file where the folder should be")
     run = run_of("standard", "--output_dir", str(tmp_path), hardware=CARD)

@@ -1,10 +1,7 @@
-"""The obvious before ranks start: the loopback, in namespaces, and other nodes, in threads."""
+"""The meeting of several nodes, in threads. Faults of the network are in tests/campaigns/doctor."""
 
-import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -12,41 +9,6 @@ import pytest
 from launch.doctor import network
 from launch.host.processes import free_port
 from tests.support.doctor import requested
-from tests.support.running import ROOT
-
-LOOPBACK = "import asyncio, json; from launch.doctor import network; "
-LOOPBACK += "print(json.dumps(vars(asyncio.run(network._loopback()))))"
-NAMESPACE = ["unshare", "--map-root-user", "--net", "bash", "-c"]
-
-
-def can_separate() -> bool:
-    up = [*NAMESPACE, "ip link set lo up"]
-    return sys.platform == "linux" and subprocess.run(up, capture_output=True, check=False).returncode == 0
-
-
-needs_network = pytest.mark.skipif(not can_separate(), reason="a network of its own needs a network namespace")
-
-
-def loopback_after(line: str) -> dict:
-    """The check of the loopback in a network namespace, in which this was done before."""
-    script = f"{line}\n{sys.executable} -c {LOOPBACK!r}"
-    done = subprocess.run([*NAMESPACE, script], capture_output=True, text=True, cwd=ROOT, check=True)
-    return json.loads(done.stdout)
-
-
-@needs_network
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [("true", "lo is down"), ("ip link set lo up; ip addr flush dev lo", "127.0.0.1 cannot be used")],
-    ids=["down", "no address"],
-)
-def test_a_loopback_that_cannot_work_is_named_and_its_fix_mends_it(made, words):
-    check = loopback_after(made)
-    assert check["fatal"] and words in check["found"]
-    assert loopback_after(f"{made}; {check['fix'].split('`')[1]}")["status"] == "ok"
-
-
-# --- Nodes ----------------------------------------------------------------------------------------
 
 
 def met(nodes: int, *present: int, port: int | None = None, fatal: int | None = None) -> dict:

@@ -11,8 +11,6 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from launch.cli import main
 from launch.jobs.azure import CODE
-from launch.output import record
-from recipes.run import resolve
 from tests.support.azure import NAMES, loopback
 from tests.support.azure_jobs import run_on_nodes, sent
 from tests.support.models import SMALL, save
@@ -104,18 +102,6 @@ def test_a_refusal_a_missing_login_and_a_missing_workspace_are_one_line(workspac
 def test_a_uris_own_form_says_whether_it_is_a_file(uri, kind, empty):
     data = sent(dry_run("--data", uri, training=MODEL))["inputs"]["data"]
     assert (data["jobInputType"], data["uri"]) == (kind, uri)
-
-
-def test_a_recorded_run_can_be_sent(empty):
-    record.write("out", record.started(resolve(["--output_dir", "out", "--dataset_name", "t.jsonl", *MODEL]), 1))
-    data = sent(dry_run("--data", f"{STORE}/t.jsonl", training=["--config", "out/run.json"]))["inputs"]["data"]
-    assert data["uri"] == f"{STORE}/t.jsonl"
-
-
-@pytest.mark.parametrize("words", ["azureml:texts", "azureml:texts:x:y", "hf://x"])
-def test_what_azure_cannot_mount_is_refused(words, capsys):
-    assert main([*SUBMIT, "--data", words, "--dry_run", "--", *MODEL]) == 2
-    assert "is not a place in the cloud" in capsys.readouterr().err
 
 
 def test_a_mixture_has_an_input_for_each_part_and_data_type_says_what_an_asset_is(workspace):

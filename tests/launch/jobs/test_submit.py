@@ -83,39 +83,6 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
 # --- Nothing illegal is submitted -----------------------------------------------------------------
 
 
-@pytest.fixture
-def unsent(tmp_path, monkeypatch):
-    """A folder in which nothing reaches Slurm, with files of the user's."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Slurm, "send", lambda *anything: pytest.fail("it was sent"))
-    (tmp_path / "fresh.yaml").write_text("fresh: true\n")
-    (tmp_path / "accelerate.yaml").write_text("distributed_type: multi_gpu\nnum_processes: 1\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        ("submit slurm -- --lerning_rate 1", "learning_rate"),
-        ("submit slurm --nodes 3 -- --global_batch_size 16", "--global_batch_size 15 or 18"),
-        ("submit slurm --recipe baseline --nodes 2", "--recipe standard"),
-        ("submit slurm --gpus_per_node a100:2,h100:2", "--gpus_per_node 4, or a100:4"),
-        ("submit slurm --job_name a/b", "letters, digits"),
-        ("submit slurm -- --run_name hf_a1B2c3D4a1B2c3D4a1B2c3D4", "others can read it"),
-        ("submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz", "looks like a secret"),
-        ("submit slurm -- --config fresh.yaml", "another --output_dir"),
-        ("submit slurm --dry_run -- --accelerate_config mine.yaml", "before `--` of `recipes submit`"),
-        ("submit slurm --gpus_per_node 1 --accelerate_config accelerate.yaml", "'multi_gpu' is not a valid Distribut"),
-        ("submit local --output job.sh", "--dry_run"),
-        ("submit local --nodes 2 --dry_run", "--processes_per_node"),
-        ("submit local --dry_run --output /nowhere/job.sh", "a writable folder"),
-    ],
-)
-def test_a_mistake_is_named_and_nothing_is_sent(words, advice, unsent, capsys):
-    assert main(words.split()) == 2
-    printed = capsys.readouterr()
-    assert advice in " ".join(printed.err.split()) and not printed.out
-
-
 def test_a_configuration_names_its_recipe(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("recipe: memory\n")
     assert main(["submit", "local", "--dry_run", "--", "--config", str(tmp_path / "mine.yaml")]) == 0
@@ -123,21 +90,10 @@ def test_a_configuration_names_its_recipe(tmp_path, capsys):
     assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert job(argv=("--output_dir", "~/run")).folder == tmp_path / "run"
-
-
 def test_without_sbatch_the_message_says_where_to_find_one(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(["submit", "slurm"]) == 2
     assert "there is no sbatch" in capsys.readouterr().err
-
-
-def test_train_pys_flags_before_the_dashes_are_explained(capsys):
-    with pytest.raises(SystemExit):
-        main(["submit", "slurm", "--learning_rate", "1e-4"])
-    assert "come after --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["local --processes_per_node 2", "slurm --nodes 2 --gpus_per_node 2"])

@@ -1,0 +1,74 @@
+"""A mistake in a command is one line with its fix, exit 2, and nothing is started or sent."""
+
+import os
+
+import pytest
+
+from launch.cli import main
+from launch.jobs.azure import Azure
+from launch.jobs.local import Local
+from launch.jobs.slurm import Slurm
+from tests.support.running import ROOT
+
+MODEL = "--model_name_or_path somebody/model"
+MISTAKES = {
+    "show fast --num_processes 3": "15 or 18",
+    "show outputs/none": "cannot be read",
+    "show nothing": "there is no recipe",
+    "where fsat": "train.py, fast.yaml",
+    "check --gpu T4 --bf16": "only emulated on compute capability 7.5",
+    "check --gpu A100": "A100 40GB or A100 80GB",
+    "check --gpu H1000": "H100 SXM",
+    "check --gpu L4 --azureml azureml/fast.yaml": "leave it out beside --azureml",
+    "check --accelerate_config fats": "Fix: fast",
+    "plan --model 7B": "--gpu_memory GB",
+    "plan --model 0B --gpu H100": "such as 7B",
+    "plan --model 7B --gpu H1000": "--gpu_memory GB",
+    "plan --model nowhere/at/all --gpu H100": "nowhere/at/all cannot be read",
+    "plan --model ./nowhere --gpu H100": "a Hub id, a folder, a config.json or 7B",
+    "plan --model 7B --gpu H100 --nodes 2": "1 process cannot be split evenly over 2 nodes",
+    "plan --model 7B --gpu H100 --lerning_rate 1": "--learning_rate",
+    "plan --model 7B --gpu H100 --num_processes 3 --global_batch_size 16": "15 or 18",
+    "train --lerning_rate 1": "--learning_rate",
+    "train --recipe baseline --num_processes 2": "one process",
+    "train --accelerate_config mine.yaml": "an existing file, or one of fast, memory, memory_zero3",
+    "prepare": "there is nothing to prepare",
+    "submit slurm -- --lerning_rate 1": "learning_rate",
+    "submit slurm --nodes 3 -- --global_batch_size 16": "--global_batch_size 15 or 18",
+    "submit slurm --recipe baseline --nodes 2": "--recipe standard",
+    "submit slurm --gpus_per_node a100:2,h100:2": "--gpus_per_node 4, or a100:4",
+    "submit slurm -- --run_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "others can read it",
+    "submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz": "looks like a secret",
+    "submit slurm -- --config fresh.yaml": "another --output_dir",
+    "submit slurm --dry_run -- --accelerate_config mine.yaml": "before `--` of `recipes submit`",
+    "submit slurm --accelerate_config accelerate.yaml": "'multi_gpu' is not a valid Distribut",
+    "submit local --output job.sh": "--dry_run",
+    "submit local --nodes 2 --dry_run": "--processes_per_node",
+    "submit local --dry_run --output /nowhere/job.sh": "a writable folder",
+    "submit azureml": "--compute NAME",
+    "submit azureml --compute c --spot": "--instance_type, or no --spot",
+    "submit azureml --compute c -- --output_dir out": "--output_uri",
+    "submit azureml --compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "looks like a secret",
+    f"submit azureml --compute c --data azureml:a:1 -- --dataset-name=b {MODEL}": "the job's data set, and so is",
+    f"submit azureml --compute c --dry_run --output {ROOT}/azureml/fast.yaml": "another name",
+    "submit azureml --compute c --output_uri ./here": "azureml://datastores",
+    f"submit azureml --compute c -- --dataset_name ./here.jsonl {MODEL}": "--data with an asset or uri",
+    "submit azureml --compute c -- --fresh": "--output_uri",
+    **{
+        f"submit azureml --compute c --data {place} -- {MODEL}": "is not a place in the cloud"
+        for place in ("azureml:texts", "azureml:texts:x:y", "hf://x")
+    },
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_line_and_nothing_is_started(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execv", lambda *anything: pytest.fail("it was started"))
+    for target in (Local, Slurm, Azure):
+        monkeypatch.setattr(target, "send", lambda *anything: pytest.fail("it was sent"))
+    (tmp_path / "fresh.yaml").write_text("fresh: true\n")
+    (tmp_path / "accelerate.yaml").write_text("distributed_type: multi_gpu\nnum_processes: 1\n")
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert MISTAKES[words] in " ".join(printed.err.split()) and not printed.out

@@ -36,19 +36,15 @@ _TIMED_OUT = ("Timed out waiting", "wait timeout after", "Application timeout") 
 
 
 class RankHangs(Failure):
-    """Ranks that did not answer within `ddp_timeout`. `is_reporter`: this rank says so."""
-
-    def __init__(self, message: str, is_reporter: bool) -> None:
-        super().__init__(message)
-        self.is_reporter = is_reporter
+    """Ranks did not answer within `ddp_timeout`. The first of those that waited raises it."""
 
 
 @contextlib.contextmanager
 def heartbeat(rank: int, size: int, timeout: int) -> Iterator[None]:
     """In a process group: tell the other ranks that this one is alive, and note if the next is not.
 
-    Raises `RankHangs`, which names the ranks that did not answer, for an error that means that an
-    exchange took longer than `timeout` seconds.
+    Raises `RankHangs` with the names of those that did not answer, on one rank, and `Failure` on
+    others, for an error that means that an exchange took longer than `timeout` seconds.
     """
     if size == 1:
         yield
@@ -64,7 +60,8 @@ def heartbeat(rank: int, size: int, timeout: int) -> Iterator[None]:
             missing = _missing(store, size)
             who = " and ".join(missing.values()) or "the network between the ranks"
             reporter = min({*range(size)} - {*missing}, default=rank)
-            raise RankHangs(f"{who} did not answer within {timeout} s (ddp_timeout)", rank == reporter) from error
+            kind = RankHangs if rank == reporter else Failure
+            raise kind(f"{who} did not answer within {timeout} s (ddp_timeout)") from error
 
 
 # --- Before the process group ---------------------------------------------------------------------

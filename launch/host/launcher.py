@@ -93,7 +93,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
     _received.add(number)
     ranks = psutil.Process().children()
     if not ranks:  # nothing has started yet
-        os._exit(_without_a_word())
+        os._exit(_exit_code_of_the_told())
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             if kills:
@@ -106,24 +106,20 @@ def _exit_code_of(rank: int, code: int) -> int:
     """The exit code of the launcher. A rank that was killed could not print anything itself."""
     if code >= 0:
         return code
-    if -code in {*_received, *SIGNALS}:  # it did not handle the signal yet
-        return _without_a_word()
-    if _received:
-        return _when_told()
+    if _received or -code in SIGNALS:  # it did not handle the signal yet
+        return _exit_code_of_the_told()
     how = signal.Signals(-code)
     _say(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}")
     return 128 - code
 
 
-def _without_a_word() -> int:
+def _exit_code_of_the_told() -> int:
     """The exit code of a run whose ranks were ended before they could say why: this says it."""
-    interrupted = _when_told() == 130
-    _say("interrupted" if interrupted else "told to stop before the training began: run the same command again")
-    return _when_told()
-
-
-def _when_told() -> int:
-    return 130 if _received & {signal.SIGINT, signal.SIGQUIT} else EXIT_CODE
+    if _received & {signal.SIGINT, signal.SIGQUIT}:
+        _say("interrupted")
+        return 130
+    _say("told to stop: run the same command again")
+    return EXIT_CODE
 
 
 def _root_cause(error: ChildFailedError) -> tuple[int, int]:

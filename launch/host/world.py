@@ -20,8 +20,8 @@ from filelock import FileLock
 from launch.host.heartbeat import beating, early_store, exchange, heartbeat
 from launch.host.launcher import threads_per_process
 from launch.host.processes import free_port
-from launch.host.signals import ending_children
 from recipes.errors import Failure, UserError, mistake, one_line
+from recipes.factories import arguments_for
 from recipes.quiet import quiet_imported
 from recipes.run import RunSpec, Settings, here, resolve, with_fit
 from recipes.run.engine_sources import launch_environment
@@ -178,9 +178,6 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
         )
     use_threads(run, world)
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
-    if is_thawed := not gc.get_freeze_count():
-        # Half a million objects of the libraries: scanning them takes 0.3 s of every collection.
-        gc.freeze()
     try:
         _require_same_micro_batch(run, world)
         with heartbeat(world.rank, world.size, run["ddp_timeout"]):
@@ -189,29 +186,20 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit.
-        gc.collect()
-        if is_thawed:
-            gc.unfreeze()  # torch 2.15's bindings report as leaked what is frozen when the process exits
+        gc.collect()  # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit
         leave_group()
 
 
 def _joined(run: RunSpec) -> int:
-    """Join as TrainingArguments would, which then find the group. The number of its processes."""
+    """Join as TrainingArguments do, which then find the group. The number of processes."""
     import torch
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import parse_flag_from_env, patch_environment
+    from transformers import TrainingArguments
 
-    # With `use_cpu` Trainer hands it on to nobody, and torch's own limit is half an hour.
+    # With `use_cpu` they hand it on to nobody, and torch's own limit is half an hour.
     torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=run["ddp_timeout"])
-    cpu = run["use_cpu"] or parse_flag_from_env("ACCELERATE_USE_CPU")
-    by_deepspeed = bool(run["deepspeed"]) and not cpu
-    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier training in this process
     try:
-        with patch_environment(**{"accelerate_use_deepspeed": True} if by_deepspeed else {}):
-            backend = None if by_deepspeed else run["ddp_backend"]
-            state = PartialState(cpu, backend=backend, timeout=timedelta(seconds=run["ddp_timeout"]))
-    except ValueError as error:  # it is not in this build of torch
+        processes = arguments_for(run, TrainingArguments).world_size
+    except ValueError as error:  # the backend is not in this build of torch
         source = run.setting("ddp_backend").source
         raise mistake("ddp_backend", str(error), "leave it out: gloo on a CPU, nccl on GPUs", source) from None
     except torch.distributed.DistError as error:
@@ -224,7 +212,7 @@ def _joined(run: RunSpec) -> int:
         # DDP, and ZeRO-3 would divide the weights of the model among one process.
         if not comm.is_initialized():
             comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
-    return state.num_processes
+    return processes
 
 
 def leave_group() -> None:
@@ -258,10 +246,9 @@ def _require_same_micro_batch(run: RunSpec, world: World) -> None:
 
 @functools.cache  # once in a process
 def compile_safely() -> None:
-    """From now on an interrupted compilation, which takes minutes, ends with all its processes, and
-    no later one waits for the lock of a process that was killed.
-
-    torch's lock is a file that says by being there that it is locked. The kernel takes ours back.
+    """From now on no compilation, which takes minutes, waits for the lock of a process that was
+    killed. torch's lock is a file that says by being there that it is locked. The kernel takes ours
+    back.
     """
     from torch.utils import cpp_extension
 
@@ -272,7 +259,7 @@ def compile_safely() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob("*.so")):
             line = "this takes minutes, and only once; if another process does, until it has"
             print(f"compiling {name} into {folder}: {line}", file=sys.stderr, flush=True)
-        with ending_children(), FileLock(folder / "flock"):
+        with FileLock(folder / "flock"):
             (folder / "lock").unlink(missing_ok=True)  # torch's
             return compiles(name, *args, **kwargs)
 

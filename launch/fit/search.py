@@ -24,7 +24,7 @@ from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
 from launch.terminal import memory_size
-from launch.training.failure import other_ways
+from launch.training.failure import OTHER_WAYS
 from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.run import FIT, Json, RunSpec, fitted
@@ -122,7 +122,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
     best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
     if best is None:
         what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {probes[-1]['words']}"
-        raise mistake("fit", what, other_ways(run))
+        raise mistake("fit", what, OTHER_WAYS)
     return {
         **best,
         "limit_bytes": limit,

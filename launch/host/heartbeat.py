@@ -51,7 +51,7 @@ def heartbeat(rank: int, size: int, timeout: int) -> Iterator[None]:
         return
     from torch.distributed import distributed_c10d
 
-    with beating(distributed_c10d._get_default_store(), rank, (rank + 1) % size) as store:
+    with beating(distributed_c10d._get_default_store(), rank, size) as store:
         try:
             yield
         except RuntimeError as error:
@@ -112,10 +112,12 @@ def exchange(own: T, rank: int, size: int, timeout: float = math.inf) -> list[T]
 
 
 @contextlib.contextmanager
-def beating(store: Store, rank: int, watched: int | None = None) -> Iterator[Store]:
-    """Give signs of life in the block, and watch another rank's. A store for both threads."""
+def beating(store: Store, rank: int, size: int) -> Iterator[Store]:
+    """Give signs of life in the block, and note if the next rank gives none. A store for both
+    threads.
+    """
     store, left = store.clone(), threading.Event()  # the main thread may wait in the original
-    thread = threading.Thread(target=_beat, args=(store, rank, watched, left), daemon=True)
+    thread = threading.Thread(target=_beat, args=(store, rank, (rank + 1) % size, left), daemon=True)
     thread.start()
     try:
         yield store
@@ -124,7 +126,7 @@ def beating(store: Store, rank: int, watched: int | None = None) -> Iterator[Sto
         thread.join(_BEAT_SECONDS)  # otherwise its last message could be a sign of life
 
 
-def _beat(store: Store, rank: int, watched: int | None, left: threading.Event) -> None:
+def _beat(store: Store, rank: int, watched: int, left: threading.Event) -> None:
     """Until this rank leaves, or its launcher ends, which holds the store."""
     parent, last, since = os.getppid(), list[Any](), time.monotonic()
     name = f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})"
@@ -133,7 +135,7 @@ def _beat(store: Store, rank: int, watched: int | None, left: threading.Event) -
             if left.wait(_BEAT_SECONDS if number else 0) or os.getppid() != parent:
                 break
             store.set(f"heartbeat/{rank}", json.dumps([number, f"{name} in {_place()}"]))
-            seen = [] if watched is None else _last(store, watched)
+            seen = _last(store, watched)
             if seen != last or not seen:
                 last, since = seen, time.monotonic()
             elif time.monotonic() - since > _SILENT_SECONDS:

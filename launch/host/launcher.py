@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +30,7 @@ if __package__ in (None, ""):
 import psutil
 
 from launch.host.files import print_without_reader
-from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, StopRequest, end_with_parent, is_being_ended
+from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, end_with_parent, is_being_ended
 from recipes.errors import one_line
 
 if TYPE_CHECKING:
@@ -201,23 +200,18 @@ def is_spoken_for(met_by_all: bool = False) -> bool:
     return is_being_ended()
 
 
-def end_with_launcher(stop: StopRequest) -> None:
-    """From now on: when the launcher ends, complete the step, save and end as if told to stop.
+def end_with_launcher() -> None:
+    """From now on: when the launcher ends, the kernel tells this rank to stop.
 
     No launcher that is killed tells its ranks, and `accelerate launch` dies of SIGUSR1. Nothing
     happens in a run that none has started: a shell may exit and leave it in the background.
     """
     own, parent = _parent
+    if launcher_argv():
+        end_with_parent(signal.SIGTERM)
     is_orphan = own == os.getpid() and os.getppid() != parent  # it has ended since this process began
-    if launcher_argv() or (is_orphan and {"RANK", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)):
-        end_with_parent(signal.SIGCONT)  # a rank that is stopped would never see it
-        threading.Thread(target=_watch, args=(stop,), daemon=True).start()
-
-
-def _watch(stop: StopRequest) -> None:
-    while os.getppid() == _parent[1]:
-        time.sleep(1)
-    stop.request("the end of its launcher")
+    if is_orphan and {"RANK", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
+        os.kill(own, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -65,11 +65,6 @@ class StopRequest:
         if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._interrupt)
 
-    def request(self, by: str) -> None:
-        """Ask for the stop from another thread, not by a signal but for the reason `by`."""
-        self.signal = self.signal or by
-        os.kill(os.getpid(), signal.SIGTERM)
-
     def _end_if_requested(self) -> None:
         if self.signal:
             raise Preempted(f"told to stop by {self.signal}")

@@ -61,7 +61,7 @@ class World:
         if self.nodes == 1:
             yield
             return
-        with beating(early_store(self.rank, self.size), self.rank):
+        with beating(early_store(self.rank, self.size), self.rank, self.size):
             yield
             exchange(None, self.rank, self.size, timeout)
 

@@ -5,7 +5,6 @@ Imports nothing heavy: `train.py --help` answers at once.
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -157,8 +156,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
     out = console(world.is_main)
     with only_noted(world):
         out.print()
-        lines = {**dict(_summary(results, run)), "written to": run["output_dir"]}
-        out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
+        out.print(_table({**dict(_summary(results, run)), "written to": run["output_dir"]}))
     if world.is_main:
         with only_noted(world):
             write_card(run, results)
@@ -203,17 +201,6 @@ def _summary(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
     if results.get("mfu") is not None:
         yield "MFU", f"{results['mfu']:.1%} of the bf16 peak"
     yield "peak memory", f"{memory_size(results['peak_memory_bytes'])} {results['peak_memory_of']}"
-
-
-def _next_commands(run: RunSpec) -> Iterable[str]:
-    """The commands that a person gives once a model is trained."""
-    folder = shlex.quote(run["output_dir"])
-    if run["task"] == "causal_lm":
-        yield f'recipes generate {folder} "PROMPT"'
-    if not run.demonstration:
-        yield f"recipes evaluate {folder} --dataset_name OTHER_DATA"
-    if run["use_peft"]:
-        yield f"recipes merge {folder}"
 
 
 def _which_model(results: Json, run: RunSpec) -> str:

@@ -32,6 +32,12 @@ from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
 from recipes.run.files import read_json
 
+# Where no smaller micro-batch is left: these train something else, or on another engine.
+OTHER_WAYS = (
+    "a recipe that shards or offloads with another --output_dir, a shorter --max_length, or more memory "
+    "(`recipes plan` ranks what helps)"
+)
+
 
 class NotANumber(Failure):
     """The loss or a weight is NaN or infinite."""
@@ -106,8 +112,8 @@ def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Pa
     newest = newest_complete(str(folder)) if folder else None
     if newest:
         return f"{what}. Saved: {newest}. {again}: it takes the newest valid checkpoint."
-    unsaved = f"{what}. Saved: no checkpoint yet" if folder else what
-    return f"{unsaved}. {again}." if remedy else unsaved
+    unsaved = f"{what}. Saved: no checkpoint yet." if folder else what
+    return f"{unsaved.rstrip('.')}. {again}." if remedy else unsaved
 
 
 def _lost_a_rank(error: BaseException) -> bool:
@@ -162,7 +168,8 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
             facts = {"rank": world.rank, "step": stop.step, "peak_bytes": peak, "error": shortage}
             facts |= {"checkpoint": checkpoint, "next": attempt}
             record.note_out_of_memory(Path(run["output_dir"]), facts)
-            message = "\n".join([message, *_explanation(run, peak, checkpoint, attempt)])
+            message += f"\nmeasured  {memory_size(peak)} at most\nsaved     {checkpoint or 'no checkpoint yet'}"
+            message += f"\nnext      {_in_words(run, attempt, checkpoint) if attempt else OTHER_WAYS}"
         raise OutOfMemory(message) from None
 
 
@@ -177,17 +184,13 @@ def _is_first(run: RunSpec) -> bool:
     return True
 
 
-def _explanation(run: RunSpec, peak: int, checkpoint: str | None, attempt: Json | None) -> list[str]:
-    lines = [f"measured  {memory_size(peak)} at most", f"saved     {checkpoint or 'no checkpoint yet'}"]
-    if attempt is None:
-        return [*lines, f"next      {other_ways(run)}"]
+def _in_words(run: RunSpec, attempt: Json, checkpoint: str | None) -> str:
     micro = attempt["per_device_train_batch_size"]
     batch = replace(run.batch, micro=micro, accumulation=run.batch.micro * run.batch.accumulation // micro)
     start = "from that checkpoint" if checkpoint else "from the start"
-    without = [f"--{name}" for name, value in attempt.items() if value is None]
-    command = f"the same command with {shlex.join(with_flags([], attempt))}"
-    next_ = f"{batch}, the same global batch, {start}: {' without '.join([command, *without])}"
-    return [*lines, f"next      {next_}"]
+    without = "".join(f" without --{name}" for name, value in attempt.items() if value is None)
+    command = f"the same command with {shlex.join(with_flags([], attempt))}{without}"
+    return f"{batch}, the same global batch, {start}: {command}"
 
 
 def next_flags(folder: Path) -> Json | None:
@@ -221,12 +224,3 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
         if not any(problem.severity == "error" for problem in found):
             return flags
     return None
-
-
-def other_ways(run: RunSpec) -> str:
-    """Changes that take less memory but train something else or on another engine, in words."""
-    ways = [] if run["gradient_checkpointing"] else ["--gradient_checkpointing true"]
-    if run.hardware.cuda and (run.engine.kind != "deepspeed" or run.engine.zero_stage < 3):
-        recipe = "memory_zero3" if run.engine.kind == "deepspeed" else "memory"
-        ways.append(f"--recipe {recipe} with another --output_dir, since its checkpoints have another format")
-    return ", ".join([*ways, "a shorter --max_length, or more memory (`recipes plan` ranks what helps)"])

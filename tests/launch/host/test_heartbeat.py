@@ -58,7 +58,7 @@ NOTED = "no answer for 1 s. Is it stopped?"
     [
         ("group", "stop", ["rank 0: rank 1 (pid ", TIMED_OUT, NOTED]),
         ("group", "read_slowly", ["rank 0: rank 1 (pid ", ") in read_slowly, ", TIMED_OUT]),
-        ("meeting", "stop", ["rank 0: rank 1 has given no sign of life for 3 s (ddp_timeout)"]),
+        ("meeting", "stop", ["rank 0: rank 1 has given no sign of life for 3 s (ddp_timeout)", NOTED]),
         ("meeting", "read_slowly", ["rank 0 has waited: True", "rank 1 has waited: True"]),
     ],
 )

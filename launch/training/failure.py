@@ -19,10 +19,9 @@ from rich.markup import escape
 
 from launch.host import memory
 from launch.host.files import storage_failure
-from launch.host.heartbeat import RankHangs
 from launch.host.launcher import is_spoken_for
 from launch.host.signals import EXIT_CODE, Preempted, StopRequest, ignore_stop_requests
-from launch.host.world import World
+from launch.host.world import RankHangs, World
 from launch.output import record
 from launch.output.checkpoints import newest_complete, newest_valid
 from launch.output.record import OUT_OF_MEMORY

@@ -271,19 +271,17 @@ def _attention(run: Settings) -> dict[str, object]:
 # --- BatchNorm ------------------------------------------------------------------------------------
 
 
-def has_batch_norm(model: torch.nn.Module) -> bool:
-    """True if a layer normalises over the micro-batch of its own process."""
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
-    return any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
-
-
 def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
-    """BatchNorm fails on a single example, or learns nothing of how examples differ."""
+    """BatchNorm fails on a single example, or learns nothing of how examples differ. SyncBatchNorm
+    sees those of all processes.
+    """
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
     micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
     # On several processes accelerate fills the last batch of an epoch up.
     is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
     leaves_one = world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]
-    if not (micro == 1 or leaves_one) or not has_batch_norm(model):
+    if not (micro == 1 or leaves_one) or not has_own:
         return
     setting, fix = "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
     if micro == 1:

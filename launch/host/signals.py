@@ -41,10 +41,6 @@ class StopRequest:
     def __init__(self) -> None:
         self._pid = os.getpid()
 
-    @property
-    def stop_requested(self) -> bool:
-        return self.signal is not None
-
     def listen(self) -> None:
         """Handle the signals from now on. Python allows that in the main thread only."""
         if threading.current_thread() is threading.main_thread():

@@ -237,7 +237,8 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
         if not is_deepspeed_zero3_enabled():  # places the weights itself and refuses a device map
-            options["device_map"] = {"": _device(run)}
+            on_cpu = run["use_cpu"] or not torch.cuda.is_available()
+            options["device_map"] = {"": "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))}
     with _of_these_files(run, "model"):
         name = str(expanded(run["model_name_or_path"]))
         model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
@@ -303,12 +304,6 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
         # FSDP shards floats of one type only: weights stored as bytes stay whole on each GPU.
         bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )
-
-
-def _device(run: Settings) -> int | str:
-    """The device of this process. Quantised weights move only once, while loading."""
-    on_cpu = run["use_cpu"] or not torch.cuda.is_available()
-    return "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))
 
 
 def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:

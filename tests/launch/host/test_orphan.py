@@ -38,7 +38,7 @@ try:
     end_with_launcher()
     stop.defer()
     (folder / "ready").touch()
-    while not stop.stop_requested:
+    while not stop.signal:
         time.sleep(0.05)
     print("saved by", stop.signal, flush=True)
 except Preempted as error:

@@ -47,12 +47,11 @@ _KILLED = {
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: that of the first rank that failed, 128 + n if signal n killed it, 130 after
-    Ctrl-C; 2 for a mistake in accelerate's own arguments or YAML.
+    Ctrl-C.
     """
     listen()
     from accelerate.commands import launch  # seconds: it imports torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from yaml import YAMLError
 
     logging.disable(logging.CRITICAL)  # torch elastic logs every end of a rank
     args = launch.launch_command_parser().parse_args(argv)
@@ -66,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return _exit_code_of(0, error.returncode)
     except Exception as error:
         _say(f"accelerate launch: {one_line(error)}")
-        its_own = (ValueError, YAMLError, FileNotFoundError, ImportError, AttributeError, TypeError, OverflowError)
-        return 2 if isinstance(error, its_own) else 1  # or the processes cannot be started together
+        return 1
     return 0
 
 
@@ -177,15 +175,10 @@ def own_threads() -> int | None:
     """The number in OMP_NUM_THREADS if a person has set it; None if nobody did.
 
     Launchers set it too, mostly to 1, which leaves all other cores idle: that one is not in the
-    environment that they were started with. More than 1 is what `--num_cpu_threads_per_process`
-    says, or accelerate's own share of the cores.
+    environment that they were started with.
     """
-    first = first_environment() if launcher_argv() else os.environ
-    for variables, least in ((first, 1), (os.environ, 2)):
-        number = variables.get(THREADS, "").split(",")[0].strip()  # the levels of a nested loop: 4,2
-        if number.isdigit() and int(number) >= least:  # OpenMP ignores other values
-            return int(number)
-    return None
+    number = (first_environment() if launcher_argv() else os.environ).get(THREADS, "")
+    return int(number) if number.isdigit() and number != "0" else None
 
 
 def is_spoken_for(met_by_all: bool = False) -> bool:

@@ -51,11 +51,11 @@ BUDGETS = {
     "launch/doctor": 1520,
     "launch/explain": 430,
     "launch/fit": 270,
-    "launch/host": 1240,
+    "launch/host": 1230,
     "launch/jobs": 1470,
     "launch/output": 1630,
     "launch/scaling": 1000,
-    "launch/training": 2260,
+    "launch/training": 2250,
 }
 
 

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     world, stop = launched(), StopRequest()
     try:
         stop.listen()
-        end_with_launcher(stop)
+        end_with_launcher()
         run = resolve_launched(argv, world)  # command line > file > recipe, each value with its source
         with failure.explained_by(run):
             quiet_libraries(run["verbose"])

@@ -19,12 +19,11 @@ import psutil
 from launch import terminal
 from launch.host import memory, processes
 from launch.host.files import require_writable
-from launch.host.heartbeat import early_store
 from launch.host.launcher import THREADS, own_threads
-from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
+from launch.host.world import World, early_store, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
 from launch.terminal import memory_size
-from launch.training.failure import other_ways
+from launch.training.failure import OTHER_WAYS
 from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.run import FIT, Json, RunSpec, fitted
@@ -122,7 +121,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
     best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
     if best is None:
         what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {probes[-1]['words']}"
-        raise mistake("fit", what, other_ways(run))
+        raise mistake("fit", what, f"--gradient_checkpointing, {OTHER_WAYS}")
     return {
         **best,
         "limit_bytes": limit,
@@ -180,7 +179,7 @@ def _probe_here(request: Json, world: World, port: int) -> Json:
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     if own_threads() is None:  # the launcher's 1, which a probe would take for a person's
         environment.pop(THREADS, None)
-    store, failed = early_store(world.rank, world.size), f"micro-batch {request['micro_batch']} has failed"
+    store, failed = early_store(world), f"micro-batch {request['micro_batch']} has failed"
     with processes.ask(PROBE, [request], environment) as (child,):
         for _ in processes.watch([child]):
             if store.check([failed]):

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +30,7 @@ if __package__ in (None, ""):
 import psutil
 
 from launch.host.files import print_without_reader
-from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, StopRequest, end_with_parent, is_being_ended
+from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, end_with_parent, is_being_ended
 from recipes.errors import one_line
 
 if TYPE_CHECKING:
@@ -48,12 +47,11 @@ _KILLED = {
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: that of the first rank that failed, 128 + n if signal n killed it, 130 after
-    Ctrl-C; 2 for a mistake in accelerate's own arguments or YAML.
+    Ctrl-C.
     """
     listen()
     from accelerate.commands import launch  # seconds: it imports torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from yaml import YAMLError
 
     logging.disable(logging.CRITICAL)  # torch elastic logs every end of a rank
     args = launch.launch_command_parser().parse_args(argv)
@@ -67,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return _exit_code_of(0, error.returncode)
     except Exception as error:
         _say(f"accelerate launch: {one_line(error)}")
-        its_own = (ValueError, YAMLError, FileNotFoundError, ImportError, AttributeError, TypeError, OverflowError)
-        return 2 if isinstance(error, its_own) else 1  # or the processes cannot be started together
+        return 1
     return 0
 
 
@@ -93,7 +90,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
     _received.add(number)
     ranks = psutil.Process().children()
     if not ranks:  # nothing has started yet
-        os._exit(_without_a_word())
+        os._exit(_exit_code_of_the_told())
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             if kills:
@@ -106,24 +103,20 @@ def _exit_code_of(rank: int, code: int) -> int:
     """The exit code of the launcher. A rank that was killed could not print anything itself."""
     if code >= 0:
         return code
-    if -code in {*_received, *SIGNALS}:  # it did not handle the signal yet
-        return _without_a_word()
-    if _received:
-        return _when_told()
+    if _received or -code in SIGNALS:  # it did not handle the signal yet
+        return _exit_code_of_the_told()
     how = signal.Signals(-code)
     _say(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}")
     return 128 - code
 
 
-def _without_a_word() -> int:
+def _exit_code_of_the_told() -> int:
     """The exit code of a run whose ranks were ended before they could say why: this says it."""
-    interrupted = _when_told() == 130
-    _say("interrupted" if interrupted else "told to stop before the training began: run the same command again")
-    return _when_told()
-
-
-def _when_told() -> int:
-    return 130 if _received & {signal.SIGINT, signal.SIGQUIT} else EXIT_CODE
+    if _received & {signal.SIGINT, signal.SIGQUIT}:
+        _say("interrupted")
+        return 130
+    _say("told to stop: run the same command again")
+    return EXIT_CODE
 
 
 def _root_cause(error: ChildFailedError) -> tuple[int, int]:
@@ -182,15 +175,10 @@ def own_threads() -> int | None:
     """The number in OMP_NUM_THREADS if a person has set it; None if nobody did.
 
     Launchers set it too, mostly to 1, which leaves all other cores idle: that one is not in the
-    environment that they were started with. More than 1 is what `--num_cpu_threads_per_process`
-    says, or accelerate's own share of the cores.
+    environment that they were started with.
     """
-    first = first_environment() if launcher_argv() else os.environ
-    for variables, least in ((first, 1), (os.environ, 2)):
-        number = variables.get(THREADS, "").split(",")[0].strip()  # the levels of a nested loop: 4,2
-        if number.isdigit() and int(number) >= least:  # OpenMP ignores other values
-            return int(number)
-    return None
+    number = (first_environment() if launcher_argv() else os.environ).get(THREADS, "")
+    return int(number) if number.isdigit() and number != "0" else None
 
 
 def is_spoken_for(met_by_all: bool = False) -> bool:
@@ -205,23 +193,18 @@ def is_spoken_for(met_by_all: bool = False) -> bool:
     return is_being_ended()
 
 
-def end_with_launcher(stop: StopRequest) -> None:
-    """From now on: when the launcher ends, complete the step, save and end as if told to stop.
+def end_with_launcher() -> None:
+    """From now on: when the launcher ends, the kernel tells this rank to stop.
 
     No launcher that is killed tells its ranks, and `accelerate launch` dies of SIGUSR1. Nothing
     happens in a run that none has started: a shell may exit and leave it in the background.
     """
     own, parent = _parent
+    if launcher_argv():
+        end_with_parent(signal.SIGTERM)
     is_orphan = own == os.getpid() and os.getppid() != parent  # it has ended since this process began
-    if launcher_argv() or (is_orphan and {"RANK", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)):
-        end_with_parent(signal.SIGCONT)  # a rank that is stopped would never see it
-        threading.Thread(target=_watch, args=(stop,), daemon=True).start()
-
-
-def _watch(stop: StopRequest) -> None:
-    while os.getppid() == _parent[1]:
-        time.sleep(1)
-    stop.request("the end of its launcher")
+    if is_orphan and {"RANK", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
+        os.kill(own, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -35,16 +35,6 @@ _ASSIGNED = re.compile(
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
 
 
-class Unpickled(str):
-    """A secret that does not go into a pickle, such as training_args.bin: there it is None."""
-
-    def __reduce__(self):
-        return type(None), ()
-
-    def __deepcopy__(self, memo):
-        return self
-
-
 def in_environment(environment: Mapping[str, str] = os.environ) -> set[str]:
     """The values of environment variables whose names say that they are secret."""
     named = {value for name, value in environment.items() if SECRET_NAME.search(name)}

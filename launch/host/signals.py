@@ -41,10 +41,6 @@ class StopRequest:
     def __init__(self) -> None:
         self._pid = os.getpid()
 
-    @property
-    def stop_requested(self) -> bool:
-        return self.signal is not None
-
     def listen(self) -> None:
         """Handle the signals from now on. Python allows that in the main thread only."""
         if threading.current_thread() is threading.main_thread():
@@ -64,11 +60,6 @@ class StopRequest:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._interrupt)
-
-    def request(self, by: str) -> None:
-        """Ask for the stop from another thread, not by a signal but for the reason `by`."""
-        self.signal = self.signal or by
-        os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_if_requested(self) -> None:
         if self.signal:

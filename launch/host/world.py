@@ -1,12 +1,18 @@
-"""The world: the processes that train together, as the launcher announced them, and their run."""
+"""The world: the processes that train together, how they wait for each other, and their run."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import itertools
+import json
+import math
 import os
+import pickle
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +20,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock
 
-from launch.host.heartbeat import beating, early_store, exchange, heartbeat
 from launch.host.launcher import threads_per_process
 from launch.host.processes import free_port
-from launch.host.signals import ending_children
 from recipes.errors import Failure, UserError, mistake, one_line
+from recipes.factories import arguments_for
 from recipes.run import RunSpec, Settings, here, resolve, with_fit
 from recipes.run.engine_sources import launch_environment
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 _DROPPED_SECONDS = 0.1  # far longer than a thread takes to drop a tensor
@@ -61,9 +69,9 @@ class World:
         if self.nodes == 1:
             yield
             return
-        with beating(early_store(self.rank, self.size), self.rank):
+        with self._beating(early_store(self)):
             yield
-            exchange(None, self.rank, self.size, timeout)
+            self._exchange(None, timeout)
 
     def decide(self, decision: Callable[[], T]) -> T:
         """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`.
@@ -93,10 +101,148 @@ class World:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            return exchange(own, self.rank, self.size)
+            return self._exchange(own)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own)
         return found
+
+    def _exchange(self, own: T, timeout: float = math.inf) -> list[T]:
+        """As `gather`, before the process group.
+
+        Raises `Failure` if a rank neither comes nor gives a sign of life for `timeout` seconds.
+        """
+        store, number = early_store(self), next(_exchanges)
+        store.set(f"{number}/{self.rank}", pickle.dumps(own))
+        for other in range(self.size):
+            last, since = list[Any](), time.monotonic()
+            while not store.check([f"{number}/{other}"]):
+                time.sleep(0.05)  # no signal interrupts a wait inside the store
+                if (beat := _last(store, other)) != last:
+                    last, since = beat, time.monotonic()
+                elif time.monotonic() - since > timeout:
+                    raise Failure(f"rank {other} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
+        found = [pickle.loads(store.get(f"{number}/{other}")) for other in range(self.size)]
+        store.add(f"{number}/heard", 1)
+        while self.is_main and store.add(f"{number}/heard", 0) < self.size:
+            time.sleep(0.05)  # it may serve the store, and end at once
+        return found
+
+    @contextlib.contextmanager
+    def heartbeat(self, timeout: int) -> Iterator[None]:
+        """In a process group: give signs of life, and note if the next rank gives none.
+
+        Raises `RankHangs` with the names of those that did not answer, on one rank, and `Failure`
+        on others, for an error that means that an exchange took longer than `timeout` seconds.
+        """
+        if self.size == 1:
+            yield
+            return
+        from torch.distributed import distributed_c10d
+
+        with self._beating(distributed_c10d._get_default_store()) as store:
+            try:
+                yield
+            except RuntimeError as error:
+                if not any(words in str(error) for words in _TIMED_OUT):
+                    raise
+                missing = _missing(store, self.size)
+                who = " and ".join(missing.values()) or "the network between the ranks"
+                reporter = min({*range(self.size)} - {*missing}, default=self.rank)
+                kind = RankHangs if self.rank == reporter else Failure
+                raise kind(f"{who} did not answer within {timeout} s (ddp_timeout)") from error
+
+    @contextlib.contextmanager
+    def _beating(self, store: Store) -> Iterator[Store]:
+        """Give signs of life in the block. A store for this thread and the one that gives them."""
+        store, left = store.clone(), threading.Event()  # the main thread may wait in the original
+        thread = threading.Thread(target=_beat, args=(store, self, left), daemon=True)
+        thread.start()
+        try:
+            yield store
+        finally:
+            left.set()
+            thread.join(_BEAT_SECONDS)  # otherwise its last message could be a sign of life
+
+
+# --- Signs of life --------------------------------------------------------------------------------
+# A thread of each rank gives them in a store of torch.distributed: through an evaluation, a save or
+# a compilation too, and at no cost for a step. Without them gloo only says that it timed out, and a
+# GPU's rank that is stopped is missed after half an hour, by no name.
+
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 60.0  # then it is noted; a library that reads data may hold Python for some seconds
+# Here Python waits for other ranks: in a collective, in DDP's backward, or to name one of them.
+_WAITING = ("distributed/", "autograd/graph.py", "host/world.py")
+_TIMED_OUT = ("Timed out waiting", "wait timeout after", "Application timeout")  # gloo's words, and the store's
+_exchanges = itertools.count()
+
+
+class RankHangs(Failure):
+    """Ranks did not answer within `ddp_timeout`. The first of those that waited raises it."""
+
+
+@functools.cache  # rank 0's also serves the training that follows, at the same address
+def early_store(world: World) -> Store:
+    """A store for all ranks before their process group: that of torchrun or `accelerate launch`;
+    without one, rank 0's at the address where the training will meet.
+    """
+    from torch.distributed import HashStore, PrefixStore, TCPStore
+
+    if world.size == 1:
+        return HashStore()
+    serves = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
+    return PrefixStore(f"early/{attempt}", store)
+
+
+def _beat(store: Store, world: World, left: threading.Event) -> None:
+    """Until this rank leaves, or its launcher ends, which holds the store."""
+    parent, last, since = os.getppid(), list[Any](), time.monotonic()
+    name = f"rank {world.rank} (pid {os.getpid()} on {socket.gethostname()})"
+    with contextlib.suppress(RuntimeError):
+        for number in itertools.count():
+            if left.wait(_BEAT_SECONDS if number else 0) or os.getppid() != parent:
+                break
+            store.set(f"heartbeat/{world.rank}", json.dumps([number, f"{name} in {_place()}"]))
+            seen = _last(store, (world.rank + 1) % world.size)
+            if seen != last or not seen:
+                last, since = seen, time.monotonic()
+            elif time.monotonic() - since > _SILENT_SECONDS:
+                line = f"{seen[1]}: no answer for {_SILENT_SECONDS:.0f} s. Is it stopped?"
+                print(line, file=sys.stderr, flush=True)
+                since = math.inf  # said once in a silence
+        store.set(f"heartbeat/{world.rank}", "[]")  # it has left
+
+
+def _place() -> str:
+    """Where the main thread is. Its frame must not outlive this call: it would hold its tensors."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return f"{frame.f_code.co_name}, {frame.f_code.co_filename} line {frame.f_lineno}"
+
+
+def _missing(store: Store, size: int) -> dict[int, str]:
+    """The ranks that the others wait for, with their names and where they are: those that give no
+    sign of life between two looks, or else those that do not wait themselves.
+    """
+    try:
+        beats = {rank: beat for rank in range(size) if (beat := _last(store, rank))}
+        time.sleep(2 * _BEAT_SECONDS + 1)
+        silent = [rank for rank, beat in beats.items() if _last(store, rank) == beat]
+    except RuntimeError:  # the store is gone
+        return {}
+    busy = [rank for rank, beat in beats.items() if not any(part in beat[1] for part in _WAITING)]
+    return {rank: beats[rank][1] for rank in silent or busy}
+
+
+def _last(store: Store, rank: int) -> list[Any]:
+    """The last sign of life of a rank, its number and words; empty if it has given none or left."""
+    key = f"heartbeat/{rank}"
+    return json.loads(store.get(key)) if store.check([key]) else []
+
+
+# --- As it was launched ---------------------------------------------------------------------------
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:
@@ -183,40 +329,28 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
         )
     use_threads(run, world)
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
-    if is_thawed := not gc.get_freeze_count():
-        # Half a million objects of the libraries: scanning them takes 0.3 s of every collection.
-        gc.freeze()
     try:
         _require_same_micro_batch(run, world)
-        with heartbeat(world.rank, world.size, run["ddp_timeout"]):
+        with world.heartbeat(run["ddp_timeout"]):
             yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit.
-        gc.collect()
-        if is_thawed:
-            gc.unfreeze()  # torch 2.15's bindings report as leaked what is frozen when the process exits
+        gc.collect()  # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit
         leave_group()
 
 
 def _joined(run: RunSpec) -> int:
-    """Join as TrainingArguments would, which then find the group. The number of its processes."""
+    """Join as TrainingArguments do, which then find the group. The number of processes."""
     import torch
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import parse_flag_from_env, patch_environment
+    from transformers import TrainingArguments
 
-    # With `use_cpu` Trainer hands it on to nobody, and torch's own limit is half an hour.
+    # With `use_cpu` they hand it on to nobody, and torch's own limit is half an hour.
     torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=run["ddp_timeout"])
-    cpu = run["use_cpu"] or parse_flag_from_env("ACCELERATE_USE_CPU")
-    by_deepspeed = bool(run["deepspeed"]) and not cpu
-    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier training in this process
     try:
-        with patch_environment(**{"accelerate_use_deepspeed": True} if by_deepspeed else {}):
-            backend = None if by_deepspeed else run["ddp_backend"]
-            state = PartialState(cpu, backend=backend, timeout=timedelta(seconds=run["ddp_timeout"]))
-    except ValueError as error:  # it is not in this build of torch
+        processes = arguments_for(run, TrainingArguments).world_size
+    except ValueError as error:  # the backend is not in this build of torch
         source = run.setting("ddp_backend").source
         raise mistake("ddp_backend", str(error), "leave it out: gloo on a CPU, nccl on GPUs", source) from None
     except torch.distributed.DistError as error:
@@ -229,7 +363,7 @@ def _joined(run: RunSpec) -> int:
         # DDP, and ZeRO-3 would divide the weights of the model among one process.
         if not comm.is_initialized():
             comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
-    return state.num_processes
+    return processes
 
 
 def leave_group() -> None:
@@ -263,10 +397,9 @@ def _require_same_micro_batch(run: RunSpec, world: World) -> None:
 
 @functools.cache  # once in a process
 def compile_safely() -> None:
-    """From now on an interrupted compilation, which takes minutes, ends with all its processes, and
-    no later one waits for the lock of a process that was killed.
-
-    torch's lock is a file that says by being there that it is locked. The kernel takes ours back.
+    """From now on no compilation, which takes minutes, waits for the lock of a process that was
+    killed. torch's lock is a file that says by being there that it is locked. The kernel takes ours
+    back.
     """
     from torch.utils import cpp_extension
 
@@ -277,7 +410,7 @@ def compile_safely() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob("*.so")):
             line = "this takes minutes, and only once; if another process does, until it has"
             print(f"compiling {name} into {folder}: {line}", file=sys.stderr, flush=True)
-        with ending_children(), FileLock(folder / "flock"):
+        with FileLock(folder / "flock"):
             (folder / "lock").unlink(missing_ok=True)  # torch's
             return compiles(name, *args, **kwargs)
 

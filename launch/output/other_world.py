@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.host.files import read_regular
 from launch.host.processes import answer, ask, request
 from launch.host.world import World
 from launch.output.checkpoints import manifest_of
@@ -50,7 +49,7 @@ def readers_of(checkpoint: Path) -> tuple[int, int] | None:
     """
     file = next(checkpoint.glob(stream_file("*")), None)
     before = writers(checkpoint)
-    return None if file is None or before is None else (before, json.loads(read_regular(file))["workers"])
+    return None if file is None or before is None else (before, json.loads(file.read_bytes())["workers"])
 
 
 def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from launch.host.files import make_folder, require_writable
+from launch.host.files import require_writable
 from launch.host.world import World
 from launch.output import other_world, record, submission
 from launch.output.checkpoints import (
@@ -71,7 +71,7 @@ def output_folder(run: RunSpec, world: World) -> Iterator[None]:
 def _make_and_lock(run: RunSpec) -> int:
     """The file descriptor that holds the lock."""
     with _writing(run):
-        make_folder(Path(run["output_dir"]))
+        Path(run["output_dir"]).mkdir(parents=True, exist_ok=True)
         require_writable(Path(run["output_dir"]))
     handle = _locked(run, fcntl.LOCK_EX)
     record.forget_out_of_memory(Path(run["output_dir"]))

@@ -76,7 +76,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
     it the tokens that are learned stand between « and ».
     """
     from launch.data.shown import shortened, shown_examples
-    from launch.training.model import has_batch_norm, parameter_count
+    from launch.training.model import parameter_count
 
     example = "" if run.demonstration else next(shown_examples(data, tokenizer, 1), "")
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
@@ -105,15 +105,10 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
             table.add_row(heading, escape(f"{name} = {value} ({setting.source})"))
             heading = ""
     out.print(table)
-    advice = {}
     if run.local_world_size < len(run.hardware.gpus):
         what = f"{run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')} in use"
-        advice["num_processes"] = (what, f"--num_processes {len(run.hardware.gpus)}")
-    if run.world_size > 1 and has_batch_norm(model):
-        what = f"BatchNorm sees the {plural(run.batch.micro, 'example')} of each process, not the global batch"
-        fix = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), in a script of your own before Trainer gets it"
-        advice["per_device_train_batch_size"] = (what, fix)
-    print_problems((Problem(name, *words, severity="advice") for name, words in advice.items()), out)
+        fix = f"--num_processes {len(run.hardware.gpus)}"
+        print_problems([Problem("num_processes", what, fix, severity="advice")], out)
 
 
 def batch(run: RunSpec) -> str:

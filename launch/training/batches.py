@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 
 from launch.data.batches import IGNORED, Example
 from launch.data.streams import PLACE, Stream
-from launch.host.files import read_regular, write_whole
+from launch.host.files import write_whole
 from launch.output.other_world import readers_of, stream_file
 from recipes.errors import StreamBroke
 from recipes.run import Json
@@ -108,7 +108,7 @@ class Places:
         """The places in a checkpoint. Those of another number of readers or shards are of no use,
         as the shards are dealt out in another way: the stream begins another round.
         """
-        held = {file.name: json.loads(read_regular(file)) for file in checkpoint.glob(stream_file("*"))}
+        held = {file.name: json.loads(file.read_bytes()) for file in checkpoint.glob(stream_file("*"))}
         own = held.get(stream_file(rank))
         if own and readers_of(checkpoint) == (world, self.workers) and own["shards"] == self.shards:
             return Places(**own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 
 from launch.data.load import Data
 from launch.host.files import end_workers_that_cannot_send
-from launch.host.secrets import Unpickled
 from launch.host.signals import StopRequest
 from launch.host.world import World
 from launch.output.other_world import AnyWorld
@@ -50,7 +50,8 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
     """
     args = arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     if args.hub_token is not None:
-        args.hub_token = Unpickled(args.hub_token)
+        # Trainer would write it into training_args.bin.
+        os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
     return args
 
 

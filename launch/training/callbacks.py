@@ -92,7 +92,7 @@ class StopWhenRequested(TrainerCallback):
         return f"told to stop by {self.request.signal or 'another rank'} at step {state.global_step}"
 
     def _any_rank_was_asked(self) -> bool:
-        asked = torch.tensor(self.request.stop_requested, dtype=torch.int32)
+        asked = torch.tensor(self.request.signal is not None, dtype=torch.int32)
         if self.group is not None:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, group=self.group)
         return bool(asked)

@@ -18,11 +18,10 @@ from pathlib import Path
 from rich.markup import escape
 
 from launch.host import memory
-from launch.host.files import StorageFailure, storage_failure
-from launch.host.heartbeat import RankHangs
+from launch.host.files import storage_failure
 from launch.host.launcher import is_spoken_for
 from launch.host.signals import EXIT_CODE, Preempted, StopRequest, ignore_stop_requests
-from launch.host.world import World
+from launch.host.world import RankHangs, World
 from launch.output import record
 from launch.output.checkpoints import newest_complete, newest_valid
 from launch.output.record import OUT_OF_MEMORY
@@ -31,6 +30,12 @@ from recipes.errors import Failure, StreamBroke, UserError, one_line
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
 from recipes.run.files import read_json
+
+# Where no smaller micro-batch is left: these train something else, or on another engine.
+OTHER_WAYS = (
+    "a recipe that shards or offloads with another --output_dir, a shorter --max_length, or more memory "
+    "(`recipes plan` ranks what helps)"
+)
 
 
 class NotANumber(Failure):
@@ -72,60 +77,41 @@ def report(error: BaseException, world: World) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
     run = vars(error).get("run")  # None if it was not resolved
     ignore_stop_requests()
-    storage = _storage_failure(error, run)
-    if isinstance(error, UserError) and storage is None:
-        problems = [run.with_source(problem) if run else problem for problem in error.problems]
-        if _is_reporter(world):
+    if isinstance(error, UserError):
+        if _prints(error, world, met_by_all=True):
+            problems = [run.with_source(problem) if run else problem for problem in error.problems]
             print_problems(problems, console(stderr=True))
         return 2
-    message = _explained(error, run, storage)
-    if message is None:
-        if not world.is_local_main and is_spoken_for():  # or all ranks print the same traceback
-            return 1
-        raise error
-    if _prints(error, world, storage):
-        console(stderr=True).print(escape(f"{_rank(world)}{message}"), style="red", highlight=False)
+    folder = Path(run["output_dir"]) if run and run["output_dir"] else None
+    is_known = isinstance(error, (KeyboardInterrupt, Preempted, Failure))
+    storage = None if is_known else storage_failure(error, folder)
+    is_bug = not (is_known or storage or _lost_a_rank(error))
+    if _prints(error, world, met_by_all=storage is not None):
+        if is_bug:
+            raise error
+        message = f"{_rank(world)}{_explained(error, storage, folder)}"
+        console(stderr=True).print(escape(message), style="red", highlight=False)
     if isinstance(error, Preempted):
         return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _is_reporter(world: World) -> bool:
-    """True on the rank that prints an error that all ranks of its node should meet: the first one,
-    or one whose launcher does not end it, because the first has not met the error.
-    """
-    return world.is_local_main or not is_spoken_for(met_by_all=True)
-
-
-def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailure | None:
-    """The machine's part in an error of a file. A parser's error may also be the user's mistake."""
-    if isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, Exception):
-        return None
-    if isinstance(error, UserError) and error.problems[0].subject == "output_dir":
-        return None  # nothing was written there yet: another folder helps
-    return storage_failure(error, Path(run["output_dir"]) if run and run["output_dir"] else None)
-
-
-def _explained(error: BaseException, run: RunSpec | None, storage: StorageFailure | None) -> str | None:
-    """A failure of the machine and how to resume. None for any other error: a bug of ours."""
-    what, remedy = str(error), ""
-    if storage:
-        what, remedy = storage.what, storage.remedy
-    elif isinstance(error, NotANumber):
+def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Path | None) -> str:
+    """A failure of the machine, the checkpoint that is saved, and how to resume."""
+    what, remedy = storage or (str(error), "")
+    if isinstance(error, NotANumber):
         what += "; a lower learning rate or fp32 usually helps"
     elif isinstance(error, KeyboardInterrupt):
         what = "interrupted"
     elif isinstance(error, Failure) and not isinstance(error, (RankHangs, StreamBroke)):
         return what  # nothing was trained, or the message says how to resume
-    elif not isinstance(error, (Preempted, Failure)):
-        if not _lost_a_rank(error):
-            return None
+    elif _lost_a_rank(error):
         what = "another rank failed: see the error that it printed"
-    again = f"{remedy or 'To resume'}, {'then ' if remedy else ''}run the same command again"
-    newest = newest_complete(run["output_dir"]) if run else None
+    again = f"{remedy}, then run the same command again" if remedy else "To resume, run the same command again"
+    newest = newest_complete(str(folder)) if folder else None
     if newest:
         return f"{what}. Saved: {newest}. {again}: it takes the newest valid checkpoint."
-    unsaved = f"{what}. Saved: no checkpoint yet." if run else what
+    unsaved = f"{what}. Saved: no checkpoint yet." if folder else what
     return f"{unsaved.rstrip('.')}. {again}." if remedy else unsaved
 
 
@@ -139,15 +125,17 @@ def _lost_a_rank(error: BaseException) -> bool:
     return isinstance(error, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError))
 
 
-def _prints(error: BaseException, world: World, storage: StorageFailure | None) -> bool:
-    """True on the rank that failed. What happens to all ranks together is printed by one alone."""
-    of_all = isinstance(error, (KeyboardInterrupt, Preempted, Failure))
-    own = not of_all or isinstance(error, (OutOfMemory, StreamBroke))
-    if isinstance(error, RankHangs):
-        own = error.is_reporter
-    if not (world.is_main or own) or (_lost_a_rank(error) and is_spoken_for()):
-        return False
-    return storage is None or _is_reporter(world)
+def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
+    """True on the rank that failed. What happens to all ranks together is printed by one alone.
+
+    Of a mistake, and of a bug, that is the first rank of a node, or one whose launcher does not end
+    it, because the first has not met the error.
+    """
+    if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
+        return True
+    if isinstance(error, (KeyboardInterrupt, Preempted, Failure)):
+        return world.is_main
+    return (world.is_local_main and not _lost_a_rank(error)) or not is_spoken_for(met_by_all)
 
 
 def _rank(world: World) -> str:
@@ -179,7 +167,8 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
             facts = {"rank": world.rank, "step": stop.step, "peak_bytes": peak, "error": shortage}
             facts |= {"checkpoint": checkpoint, "next": attempt}
             record.note_out_of_memory(Path(run["output_dir"]), facts)
-            message = "\n".join([message, *_explanation(run, peak, checkpoint, attempt)])
+            message += f"\nmeasured  {memory_size(peak)} at most\nsaved     {checkpoint or 'no checkpoint yet'}"
+            message += f"\nnext      {_in_words(run, attempt, checkpoint) if attempt else OTHER_WAYS}"
         raise OutOfMemory(message) from None
 
 
@@ -194,17 +183,13 @@ def _is_first(run: RunSpec) -> bool:
     return True
 
 
-def _explanation(run: RunSpec, peak: int, checkpoint: str | None, attempt: Json | None) -> list[str]:
-    lines = [f"measured  {memory_size(peak)} at most", f"saved     {checkpoint or 'no checkpoint yet'}"]
-    if attempt is None:
-        return [*lines, f"next      {other_ways(run)}"]
+def _in_words(run: RunSpec, attempt: Json, checkpoint: str | None) -> str:
     micro = attempt["per_device_train_batch_size"]
     batch = replace(run.batch, micro=micro, accumulation=run.batch.micro * run.batch.accumulation // micro)
     start = "from that checkpoint" if checkpoint else "from the start"
-    without = [f"--{name}" for name, value in attempt.items() if value is None]
-    command = f"the same command with {shlex.join(with_flags([], attempt))}"
-    next_ = f"{batch}, the same global batch, {start}: {' without '.join([command, *without])}"
-    return [*lines, f"next      {next_}"]
+    without = "".join(f" without --{name}" for name, value in attempt.items() if value is None)
+    command = f"the same command with {shlex.join(with_flags([], attempt))}{without}"
+    return f"{batch}, the same global batch, {start}: {command}"
 
 
 def next_flags(folder: Path) -> Json | None:
@@ -238,12 +223,3 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
         if not any(problem.severity == "error" for problem in found):
             return flags
     return None
-
-
-def other_ways(run: RunSpec) -> str:
-    """Changes that take less memory but train something else or on another engine, in words."""
-    ways = [] if run["gradient_checkpointing"] else ["--gradient_checkpointing true"]
-    if run.hardware.cuda and (run.engine.kind != "deepspeed" or run.engine.zero_stage < 3):
-        recipe = "memory_zero3" if run.engine.kind == "deepspeed" else "memory"
-        ways.append(f"--recipe {recipe} with another --output_dir, since its checkpoints have another format")
-    return ", ".join([*ways, "a shorter --max_length, or more memory (`recipes plan` ranks what helps)"])

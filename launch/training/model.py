@@ -237,7 +237,8 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
         if not is_deepspeed_zero3_enabled():  # places the weights itself and refuses a device map
-            options["device_map"] = {"": _device(run)}
+            on_cpu = run["use_cpu"] or not torch.cuda.is_available()
+            options["device_map"] = {"": "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))}
     with _of_these_files(run, "model"):
         name = str(expanded(run["model_name_or_path"]))
         model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
@@ -271,19 +272,17 @@ def _attention(run: Settings) -> dict[str, object]:
 # --- BatchNorm ------------------------------------------------------------------------------------
 
 
-def has_batch_norm(model: torch.nn.Module) -> bool:
-    """True if a layer normalises over the micro-batch of its own process."""
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
-    return any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
-
-
 def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
-    """BatchNorm fails on a single example, or learns nothing of how examples differ."""
+    """BatchNorm fails on a single example, or learns nothing of how examples differ. SyncBatchNorm
+    sees those of all processes.
+    """
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
     micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
     # On several processes accelerate fills the last batch of an epoch up.
     is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
     leaves_one = world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]
-    if not (micro == 1 or leaves_one) or not has_batch_norm(model):
+    if not (micro == 1 or leaves_one) or not has_own:
         return
     setting, fix = "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
     if micro == 1:
@@ -305,12 +304,6 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
         # FSDP shards floats of one type only: weights stored as bytes stay whole on each GPU.
         bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )
-
-
-def _device(run: Settings) -> int | str:
-    """The device of this process. Quantised weights move only once, while loading."""
-    on_cpu = run["use_cpu"] or not torch.cuda.is_available()
-    return "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))
 
 
 def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:

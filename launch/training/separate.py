@@ -41,7 +41,8 @@ def with_separate_examples(
     """The run without packing if its model mixes examples and nobody asked for packing; and the
     advice that says so. Raises `UserError` if somebody asked, or if the `model` is loaded already.
     """
-    if not _packs_apart(run) and not run["padding_free"]:
+    packs = run["task"] == "causal_lm" and run["packing"] and run["packing_strategy"] == "bfd"
+    if not packs and not run["padding_free"]:
         return run, []
     kind = type(model) if model else AutoModelForCausalLM._model_mapping.get(type(config), None)
     mixes, is_asked_for = _twin_mixes(run, config, kind), run["padding_free"] or run.explicit("packing")
@@ -61,10 +62,6 @@ def with_separate_examples(
         raise mistake("packing", reason, "--packing_strategy wrapped, or --packing false")
     fix = "--packing_strategy wrapped, to join them"
     return run.limited("packing", False, reason), [Problem("packing", f"is off: {reason}", fix, severity="advice")]
-
-
-def _packs_apart(run: Settings) -> bool:
-    return run["task"] == "causal_lm" and run["packing"] and run["packing_strategy"] == "bfd"
 
 
 def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
@@ -111,10 +108,10 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedMo
         try:
             with silence():
                 twin = _made(kind, _narrowed(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
+            if flash:
+                _imitate_flash_attention(twin)
         except Exception:  # as above, for sizes
             continue
-        if flash:
-            _imitate_flash_attention(twin)
         mixes = _mixes(twin, rows=2 if flash and not run["padding_free"] else 1)
         if mixes is not None:
             return mixes

@@ -14,7 +14,7 @@ from accelerate.utils import DDPCommunicationHookType, gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
+from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.data.streams import Stream
@@ -306,10 +306,6 @@ class RecipeTrainer(CommittingTrainer):
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
         super()._load_callback_state()
-        own = TrainerState()
-        own.compute_steps(self.args, self.state.max_steps)
-        for interval in ("logging_steps", "eval_steps", "save_steps"):  # Trainer divides by them
-            setattr(self.state, interval, getattr(self.state, interval) or getattr(own, interval))
         for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer looks new ones up as it saves
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())

@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 from launch import train
 from launch.data.batches import IGNORED
-from launch.output import other_world
 from launch.training.trainer import RecipeTrainer
 from tests.support.fsdp_on_cpu import lift_the_refusal, stop_the_last_rank
 
@@ -42,22 +40,9 @@ def _name(tokens: list[int]) -> str:
     return hashlib.sha256(str(tokens).encode()).hexdigest()[:8]
 
 
-def kill_while_converting() -> None:
-    """SIGKILL to rank 0 as soon as it waits for a checkpoint that is being converted."""
-    ask = other_world.ask
-
-    def ask_and_die(*args):
-        ask(*args).__enter__()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    other_world.ask = ask_and_die
-
-
 if __name__ == "__main__":
     lift_the_refusal()
     write_down_examples()
     if "STOP_AT_STEP" in os.environ:
         stop_the_last_rank(int(os.environ["STOP_AT_STEP"]))
-    if "KILL_WHILE_CONVERTING" in os.environ:
-        kill_while_converting()
     sys.exit(train.main())

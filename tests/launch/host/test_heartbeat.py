@@ -11,12 +11,11 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch
 from torch import distributed
-from launch.host import heartbeat
-from launch.host.world import World
+from launch.host import world
 from recipes.errors import Failure
 
 rank, (where, what, note) = int(os.environ["RANK"]), sys.argv[1:]
-heartbeat._BEAT_SECONDS, heartbeat._SILENT_SECONDS = 0.2, 1
+world._BEAT_SECONDS, world._SILENT_SECONDS = 0.2, 1
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -31,14 +30,14 @@ def delay():
 
 def group():
     distributed.init_process_group("gloo", timeout=timedelta(seconds=4))
-    with heartbeat.heartbeat(rank, 2, 4):
+    with world.World(2, rank).heartbeat(4):
         distributed.all_reduce(torch.ones(1))
         delay()
         distributed.all_reduce(torch.ones(1))
 
 def meeting():
     began = time.monotonic()
-    with World(2, rank, 1).meeting(timeout=3):
+    with world.World(2, rank).meeting(timeout=3):
         delay()
     print(f"rank {rank} has waited: {time.monotonic() - began > 5}\\n", end="", flush=True)
 
@@ -58,7 +57,7 @@ NOTED = "no answer for 1 s. Is it stopped?"
     [
         ("group", "stop", ["rank 0: rank 1 (pid ", TIMED_OUT, NOTED]),
         ("group", "read_slowly", ["rank 0: rank 1 (pid ", ") in read_slowly, ", TIMED_OUT]),
-        ("meeting", "stop", ["rank 0: rank 1 has given no sign of life for 3 s (ddp_timeout)"]),
+        ("meeting", "stop", ["rank 0: rank 1 has given no sign of life for 3 s (ddp_timeout)", NOTED]),
         ("meeting", "read_slowly", ["rank 0 has waited: True", "rank 1 has waited: True"]),
     ],
 )

@@ -18,7 +18,7 @@ ONE = ["--config_file", str(CONFIGS / "single.yaml")]
 TWO = ["--config_file", str(CONFIGS / "standard.yaml"), "--num_processes", "2", "--main_process_port", "0"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-STOPPED = "told to stop before the training began: run the same command again\n"
+STOPPED = "told to stop: run the same command again\n"
 
 
 @pytest.fixture
@@ -106,15 +106,6 @@ def test_a_signal_before_the_ranks_are_started_ends_at_once(number, code, line):
     assert (done.returncode, done.stdout) == (code, line)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "named"), [("nowhere.yaml", "nowhere"), ("mine.yaml", "num_proceses")])
-def test_a_mistake_in_accelerates_yaml_is_one_line(file, named, script, tmp_path):
-    (tmp_path / "mine.yaml").write_text((CONFIGS / "standard.yaml").read_text() + "num_proceses: 2\n")
-    done = started(sys.executable, str(LAUNCHER), "--config_file", str(tmp_path / file), script("print('started')"))
-    assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
-    assert done.stdout.startswith("accelerate launch: ") and named in done.stdout
-
-
 # --- What torch elastic reports -------------------------------------------------------------------
 
 
@@ -145,15 +136,8 @@ SHOW = "from launch.host.launcher import own_threads; os.write(1, f'own {own_thr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "asked", "own"),
-    [
-        ([*ACCELERATE, *TWO], {}, "None"),
-        ([*ACCELERATE, *TWO, "--num-cpu-threads-per-process=2"], {}, "2"),
-        (TORCHRUN, {}, "None"),
-        (TORCHRUN, {"OMP_NUM_THREADS": "4,2"}, "4"),  # as OpenMP reads it
-    ],
-)
+@pytest.mark.parametrize(("asked", "own"), [({}, "None"), ({"OMP_NUM_THREADS": "4"}, "4")])
+@pytest.mark.parametrize("words", [[*ACCELERATE, *TWO], TORCHRUN], ids=["accelerate", "torchrun"])
 def test_a_launchers_number_of_threads_is_not_a_persons(words, asked, own, script, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     printed = started(*words, script(SHOW), **asked).stdout.splitlines()

@@ -13,7 +13,7 @@ import pytest
 
 from launch.host.signals import EXIT_CODE, PASSED_ON, StopRequest
 from launch.output.checkpoints import newest_valid
-from tests.support.running import ROOT, launch_quickly, losses, model_flags, read_record, train_here
+from tests.support.running import ROOT, losses, model_flags, read_record, train_here
 from tests.support.stopping import ONE_PROCESS, TWO_RANKS, Forked, Run
 from tests.support.waiting import PATIENCE
 
@@ -50,8 +50,8 @@ def assert_resumable(output: Path) -> int:
     return newest.step
 
 
-def rank(number: int, which: int = 0):
-    return lambda run: os.kill(run.ranks()[which], number)
+def rank(number: int):
+    return lambda run: os.kill(run.ranks()[-1], number)
 
 
 def launcher_twice(run: Run) -> None:
@@ -69,6 +69,7 @@ def all_at_once(number: int):
     ("start", "tell"),
     [
         pytest.param(Run, rank(signal.SIGHUP), id="SIGHUP"),
+        pytest.param(TWO_RANKS, rank(signal.SIGTERM), id="the last of two"),
         pytest.param(ONE_PROCESS, launcher_twice, id="a launcher of one, twice"),
         pytest.param(TWO_RANKS, launcher_twice, id="a launcher of two, twice"),
         pytest.param(TWO_RANKS, all_at_once(signal.SIGTERM), id="two and their launcher"),
@@ -104,14 +105,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(flags, tiny_model, texts, t
     again = train_here(tiny_model, texts, tmp_path, *STEPS)
     assert "resuming from" in again.output
     assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_two_ranks_of_which_the_last_was_told_go_on_as_if_it_had_not_been(flags, tmp_path, uninterrupted):
-    stopped(TWO_RANKS(flags, tmp_path), rank(signal.SIGTERM, which=-1))
-    again = launch_quickly(*flags, output=tmp_path, processes=2)
-    assert "resuming from" in again.output
-    assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-3)
 
 
 def test_signals_wait_while_train_py_imports_and_end_it_before_the_first_step(flags, tmp_path):

@@ -53,14 +53,10 @@ def test_the_data_line_the_record_and_the_saved_model_know_what_is_learned(train
     kind, outcome, _, folder = trained
     assert outcome.code == 0 and outcome.record["settings"]["problem_type"]["value"] == kind
     assert SHOWN[kind] in outcome.output and outcome.record["classes"] == OUTPUTS[kind]
+    assert f"eval_{BEST[kind]}" in outcome.record and f"eval_{BEST[kind]}" in outcome.output
     config = AutoModelForSequenceClassification.from_pretrained(folder / "out").config
     assert config.problem_type == kind and list(config.id2label.values()) == OUTPUTS[kind]
     assert config.label2id == {name: number for number, name in enumerate(OUTPUTS[kind])}
-
-
-def test_its_figures_are_in_the_record_and_printed(trained):
-    kind, outcome, _, _ = trained
-    assert f"eval_{BEST[kind]}" in outcome.record and f"eval_{BEST[kind]}" in outcome.output
 
 
 def test_it_resumes_and_keeps_the_best_model_by_its_metric(trained):

@@ -37,13 +37,13 @@ def flags(tiny_model, texts):
 def train(flags, tmp_path_factory):
     """Trains with a recipe in one world after the other; all but the last are stopped at a step."""
 
-    def start(recipe: str, *more: str, worlds=(4,), stops=(), output=None, env=None, config=None, ends="finished"):
+    def start(recipe: str, *more: str, worlds=(4,), stops=(), output=None, ends="finished"):
         folder = output or tmp_path_factory.mktemp(recipe)
         words = ["--recipe", recipe, *flags, *UNEVEN, *STEADY, *more]
         for processes, stop in zip(worlds, [*stops, None], strict=True):
             told = {"STOP_AT_STEP": str(stop)} if stop else {}
-            how = dict(processes=processes, script=SCRIPT, env={**told, **(env or {})})
-            outcome = launch_quickly(*words, output=folder, config=config or f"{recipe}.yaml", **how)
+            how = dict(processes=processes, script=SCRIPT, env=told, config=f"{recipe}.yaml")
+            outcome = launch_quickly(*words, output=folder, **how)
             assert outcome.record["status"] == ("preempted" if stop else ends), outcome.output
         return outcome, folder
 
@@ -148,16 +148,6 @@ def test_packed_rows_go_on_in_the_second_epoch(train):
     outcome, here = train("fast", "--packing", worlds=(2, 1), stops=(3,))
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
     assert examples(here) == examples(there)
-
-
-def test_a_kill_while_a_checkpoint_is_converted_loses_nothing(train):
-    whole, _ = train("memory", *FP32, worlds=(2,))
-    killed = dict(env={"KILL_WHILE_CONVERTING": "1"}, ends="preempted")  # run.json is that of the first
-    _, folder = train("memory", *FP32, worlds=(2, 1), stops=(7,), **killed)
-    assert list(folder.glob("converted-checkpoint-7"))
-    outcome, _ = train("memory", *FP32, worlds=(1,), output=folder)
-    assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
-    assert not list(folder.glob("converted-*"))
 
 
 def test_the_best_model_may_be_of_another_world(train):

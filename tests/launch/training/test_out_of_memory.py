@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from launch.host import memory
-from launch.training.failure import next_attempt, other_ways
+from launch.training.failure import next_attempt
 from recipes.run import here, resolve, with_flags
-from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import ROOT, launch_quickly, losses, run
 from tests.support.wide import LENGTH, texts_of, wide_model
 
@@ -102,19 +101,6 @@ def test_an_attempt_neither_starts_over_nor_fits_again(tmp_path):
     argv = ["--config", str(tmp_path / "run.yaml"), "--fresh", "--resume_from_checkpoint", "elsewhere/checkpoint-3"]
     run = resolve(with_flags(argv, next_attempt(resolve(argv), argv)))
     assert (run["fresh"], run["fit"], run["resume_from_checkpoint"], run.batch.micro) == (False, False, None, 2)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ways"),
-    [
-        ("fast", "--gradient_checkpointing true, --recipe memory with another --output_dir"),
-        ("memory", "--recipe memory_zero3 with another --output_dir"),
-        ("memory_zero3", "a shorter --max_length"),
-    ],
-)
-def test_beyond_the_attempts_another_engine_takes_less_from_the_start(recipe, ways):
-    hardware = Hardware((Gpu("A", (8, 0), 80 << 30),), cores=8)
-    assert other_ways(resolve(["--recipe", recipe], here(hardware=hardware, environment={}))).startswith(ways)
 
 
 # --- How it is recognised ------------------------------------------------------------------------

@@ -6,12 +6,10 @@ accelerate's refusal of a CPU is lifted (tests/support/fsdp_on_cpu.py); all else
 import json
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
-from launch.training import model
-from tests.support.models import SMALL, load, run_with, save
+from tests.support.models import SMALL, save
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 SCRIPT = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
@@ -99,21 +97,6 @@ def test_the_best_model_is_that_of_one_checkpoint(sharded):
     assert outcome.record["eval_loss"] == pytest.approx(evaluated[2], rel=1e-6)
     state = json.loads((folder / "checkpoint-6" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"].endswith("checkpoint-6")
-
-
-def test_a_rank_that_waits_for_weights_has_all_that_they_fill(tiny_model, tmp_path, monkeypatch):
-    """Same names, shapes and ties as on rank 0, or the ranks would wait for different tensors."""
-    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
-    folder = save(AutoModelForCausalLM.from_config(config), tmp_path)
-    read = load(run_with(folder))
-    monkeypatch.setattr(model, "is_fsdp_enabled", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    waiting = load(run_with(folder))
-    assert [(name, weight.shape) for name, weight in waiting.named_parameters()] == [
-        (name, weight.shape) for name, weight in read.named_parameters()
-    ]
-    assert all(torch.equal(one, other) for one, other in zip(waiting.buffers(), read.buffers(), strict=True))
 
 
 @pytest.mark.slow

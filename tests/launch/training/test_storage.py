@@ -77,16 +77,17 @@ def test_a_save_that_the_disk_does_not_take_is_one_line(name, monkeypatch, disk,
 @pytest.mark.parametrize(
     "words",
     [
-        "DataLoader worker (pid 7) is killed by signal: Bus error. out of shared memory.",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. Out of shared memory?",
         "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)",
     ],
 )
 def test_a_full_shared_memory_is_known_by_its_words(words, tmp_path):
-    assert storage_failure(RuntimeError(words), tmp_path).what == "/dev/shm is full"
+    _, remedy = storage_failure(RuntimeError(words), tmp_path)
+    assert remedy.startswith("Make /dev/shm larger")
 
 
 def test_the_cause_of_an_error_counts_and_any_other_error_keeps_its_traceback(tmp_path):
     error = ValueError("the file cannot be read")
     assert storage_failure(error, tmp_path) is None
     error.__cause__ = OSError(24, "Too many open files", "data.jsonl")
-    assert "Too many open files" in storage_failure(error, tmp_path).what
+    assert storage_failure(error, tmp_path) == (str(error.__cause__), "Run `ulimit -n 4096`")

@@ -13,7 +13,6 @@ from launch.training.callbacks import Progress, StepTiming
 from launch.training.objective import MeanOverExamples
 from launch.training.trainer import RecipeTrainer
 from recipes import standard
-from recipes.errors import UserError
 from recipes.run import here, resolve
 from recipes.scaling.timings import WARM_UP_STEPS
 from tests.support.running import model_flags
@@ -54,13 +53,6 @@ def test_label_smoothing_asks_for_the_next_token_whatever_the_models_class_is_ca
     assert trainer.compute_loss(trainer.model, dict(batch)).item() == loss
     trainer.label_smoother = trainer.label_smoother.func
     assert trainer.compute_loss(trainer.model, dict(batch)).item() != loss  # else Trainer does it by now
-
-
-def test_what_training_arguments_refuse_is_a_mistake_in_a_setting():
-    from launch.training.build import build_arguments
-
-    with pytest.raises(UserError, match=r"warmup_steps: .*\(command line\)\. Fix: another value, or leave it out"):
-        build_arguments(resolve(["--warmup_steps", "-1"], here(environment={})))
 
 
 @pytest.mark.parametrize(

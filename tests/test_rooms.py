@@ -43,7 +43,7 @@ BUDGETS = {
     "recipes/legal": 500,
     "recipes/run": 1920,
     "recipes/rules": 2430,
-    "recipes/planner": 3170,
+    "recipes/planner": 3000,
     "recipes/scaling": 1340,
     "launch": 540,
     "launch/commands": 1540,

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from recipes.planner.fits import Estimator
-from recipes.planner.memory import LOADING, REDUCE_BUCKET, UPDATE, Adapters, Memory, Traced, Weights
+from recipes.planner.memory import LOADING, NEVER, REDUCE_BUCKET, UPDATE, Adapters, Memory, Traced, Weights
 from recipes.planner.trace import weigh
 from recipes.run.engine_sources import Engine
 from recipes.run.files import shipped
@@ -122,7 +122,7 @@ def sharded(*flags, micro=2, world=8, engine="sharded"):
 
 
 def test_without_sync_each_batch_a_step_of_several_micro_batches_holds_all_gradients():
-    weights, traced = Weights(10**9, 10**9, largest_layer=10**7), Traced(np.array([(0, 0, 0), (1, 0, 4)]), 1)
+    weights, traced = Weights(10**9, 10**9, largest_layer=10**7), Traced(np.array([(4, NEVER, 1, 0)]), 1)
     flags = ("--bf16", "true"), ("--bf16", "true", "--accelerator_config", '{"split_batches": false}')
     runs = [run_of("sharded", *more, world=8, engine="sharded") for more in flags]
     each, once = (Memory(run, weights, traced, accumulation=4).gpu.gradients for run in runs)

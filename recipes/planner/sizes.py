@@ -33,13 +33,11 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
     try:
         with silence():
             try:
-                config = AutoConfig.from_pretrained(local or model, **origin, local_files_only=True)
+                return AutoConfig.from_pretrained(local or model, **origin, local_files_only=True)
             except OSError:
                 if local:
                     raise
-                config = AutoConfig.from_pretrained(model, **origin)
-            if trusted:
-                _register_code(config, str(local or model), revision)
+                return AutoConfig.from_pretrained(model, **origin)
     except Exception as error:  # each library involved has exceptions of its own
         if "trust_remote_code" in str(error):
             what = f"{model} comes with Python code"
@@ -47,19 +45,6 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
         words = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
         wanted = "a Hub id, a folder, a config.json or 7B"
         raise mistake("model", f"{model} cannot be read: {words}", wanted) from None
-    return config
-
-
-def _register_code(config: PreTrainedConfig, model: str, revision: str) -> None:
-    """Register the classes that come with a model, so that the auto classes build them unasked."""
-    import transformers
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    folder = str(Path(model).parent) if model.endswith(".json") else model
-    for name, place in (getattr(config, "auto_map", None) or {}).items():
-        if name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
-            own = get_class_from_dynamic_module(place, folder, revision=revision)
-            getattr(transformers, name).register(type(config), own, exist_ok=True)
 
 
 # --- A size, for the shape of a public model of about this size -----------------------------------
@@ -104,13 +89,10 @@ class Shape:
 # From the config.json of each on the Hub.
 PUBLIC = (
     Shape("HuggingFaceTB/SmolLM2-135M", "llama", 576, 1536, 30, 9, 3, 49_152, tied=True, head=64),
-    Shape("HuggingFaceTB/SmolLM2-360M", "llama", 960, 2560, 32, 15, 5, 49_152, tied=True, head=64),
     Shape("Qwen/Qwen2.5-0.5B", "qwen2", 896, 4864, 24, 14, 2, 151_936, tied=True, head=64),
     Shape("Qwen/Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 151_936, tied=True),
     Shape("meta-llama/Llama-3.2-1B", "llama", 2048, 8192, 16, 32, 8, 128_256, tied=True, head=64),
-    Shape("Qwen/Qwen2.5-1.5B", "qwen2", 1536, 8960, 28, 12, 2, 151_936, tied=True),
     Shape("Qwen/Qwen3-1.7B", "qwen3", 2048, 6144, 28, 16, 8, 151_936, tied=True),
-    Shape("Qwen/Qwen2.5-3B", "qwen2", 2048, 11_008, 36, 16, 2, 151_936, tied=True),
     Shape("meta-llama/Llama-3.2-3B", "llama", 3072, 8192, 28, 24, 8, 128_256, tied=True),
     Shape("Qwen/Qwen3-4B", "qwen3", 2560, 9728, 36, 32, 8, 151_936, tied=True),
     Shape("Qwen/Qwen2.5-7B", "qwen2", 3584, 18_944, 28, 28, 4, 152_064, tied=False),

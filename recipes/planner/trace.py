@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -142,7 +143,7 @@ def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None)
     """Count the parameters of a model on torch's meta device, which allocates none of them."""
     with silence(), torch.device("meta"):
         with no_init_weights():
-            model = _auto_class(task).from_config(copy.deepcopy(config))
+            model = _of_config(config, task)
         model.tie_weights()
         if adapters:
             model = _with_adapters(model, adapters)
@@ -187,11 +188,17 @@ def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceCl
     return AutoModelForSequenceClassification if task == "sequence_classification" else AutoModelForCausalLM
 
 
+def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Module:
+    """A model in that shape; by the code that comes with it if that was trusted with the shape."""
+    own = type(config).__module__.startswith("transformers_modules.")
+    config = copy.deepcopy(config)  # a model notes its dtype and its attention there
+    return _auto_class(task).from_config(config, trust_remote_code=own, **how)
+
+
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     asked = {} if case.attention is None else {"attn_implementation": case.attention}
-    config = copy.deepcopy(config)  # a model notes its dtype and its attention there
     with no_init_weights():  # some draw numbers until all are near enough, which fake ones never are
-        model = _auto_class(case.task).from_config(config, dtype=getattr(torch, case.dtype), **asked)
+        model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.tie_weights()
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as launch/training/model.py
     if case.liger:

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log, prod, sqrt
+from math import log, prod
 from statistics import median
 
-from recipes.scaling.noise import of_median, scatter, together
+from recipes.scaling.noise import of_median, together
 from recipes.scaling.timings import Timing
 
 # A cause is named from this share of a step on: a smaller gain is hard to tell from noise.
 WORTH_NAMING = 0.10
-# Micro-batches that each worker loads ahead: torch's default prefetch_factor.
-_HELD_AHEAD = 2
 HIDDEN = "hidden"  # what an engine whose step cannot run without its exchange does not tell apart
 CAUSES = {
     "communication": "communication",
@@ -165,14 +163,9 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
 
     Workers load while a process computes and communicates, so the process waits only if loading
     takes longer than all of that together. A step that gets faster elsewhere then waits longer for
-    data. Without workers the times add up, and so they do if the workers have filled their queues
-    before what comes once a step is over.
+    data. Without workers the times add up.
     """
-    if cause.key != "data" or not row.workers or cause.share < WORTH_NAMING:
-        return False
-    held = _HELD_AHEAD * row.workers / (row.accumulation or 1)  # in steps
-    once = (row.communication or 0.0) + (row.optimizer or 0.0)
-    return held >= 1 or once <= held * (row.step_time or 0.0)
+    return cause.key == "data" and bool(row.workers) and cause.large
 
 
 def wire_time(size: float, bandwidth: float, processes: int) -> float:
@@ -188,45 +181,24 @@ def wire_time(size: float, bandwidth: float, processes: int) -> float:
 
 
 class Training:
-    """All rows of a training with one recipe: what repeats leave open, and one process alone."""
+    """All rows of a training with one recipe: what one process takes alone, and repeats leave open."""
 
     def __init__(self, rows: Sequence[Timing]) -> None:
-        self._repeats: dict[tuple, list[Timing]] = {}
-        for row in rows:
-            self._repeats.setdefault((row.num_processes, row.scaling, row.global_batch), []).append(row)
         self._alone: dict[int, list[Timing]] = {}  # rows of one process, by batch
         for row in rows:
             if row.num_processes == 1 and row.global_batch:
                 self._alone.setdefault(row.global_batch, []).append(row)
-        self._scatter: dict[tuple[str, bool], float] = {}
 
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
-        """The share of a step by which the loss to a cause may be off."""
+        """The share of a step by which the loss to a cause may be off; None if no repeats say."""
         if key not in AGAINST_A_REFERENCE:
-            return self._off(key, repeats)
+            return of_median(_values(key, repeats))
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)
-        return together(*(self._off("computing", rows) for rows in (own, self._nearest_alone(_share(row)))))
-
-    def _off(self, key: str, own: Sequence[Timing]) -> float | None:
-        """The error that the median of a quantity over the repeats `own` may have.
-
-        The scatter is that of these repeats or, if larger, of all sizes: two or three repeats can
-        agree by chance. None for a single row or unknown values.
-        """
-        values = _values(key, own)
-        if len(values) < 2:
-            return None
-        several = own[0].num_processes > 1
-        if (key, several) not in self._scatter:
-            alike = (rows for (world, *_), rows in self._repeats.items() if (world > 1) == several)
-            self._scatter[key, several] = scatter(_values(key, rows) for rows in alike)
-        return max(of_median(values), self._scatter[key, several] / sqrt(len(values)))
+        return together(*(of_median(_values("computing", rows)) for rows in (own, self._nearest_alone(_share(row)))))
 
     def _nearest_alone(self, samples: float | None) -> list[Timing]:
         """The rows of one process with the batch that is nearest to so many samples."""
-        away = {batch: abs(batch - (samples or 0)) for batch in self._alone}
-        nearest = min(away.values(), default=0)
-        return [row for batch, rows in self._alone.items() if away[batch] == nearest for row in rows]
+        return self._alone[min(self._alone, key=lambda batch: abs(batch - (samples or 0)))] if self._alone else []
 
     @cached_property
     def _times_alone(self) -> dict[int, float]:

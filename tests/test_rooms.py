@@ -44,7 +44,7 @@ BUDGETS = {
     "recipes/run": 1920,
     "recipes/rules": 2430,
     "recipes/planner": 3000,
-    "recipes/scaling": 1340,
+    "recipes/scaling": 1250,
     "launch": 540,
     "launch/commands": 1540,
     "launch/data": 2220,

@@ -81,11 +81,6 @@ def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
         yield _shorter("straggler", "replace the slow process's device", why, row, step, lost)
     elif cause.key == "data":
         yield _faster_data(row, step, lost)
-    elif cause.key == "work":
-        if row.hardware and not row.hardware.startswith("CPU") and "torch_compile" not in row.command:
-            why = "fewer and larger kernels; this gain is the most that it can save"
-            flags = {"torch_compile": True, "packing": True}
-            yield _shorter("compile", "compile the model", why, row, step, lost, flags)
     elif cause.key in ("logging", "saving"):
         title, times = f"log {_LOG_LESS} times less often", _LOG_LESS
         if cause.key == "saving":

@@ -23,8 +23,6 @@ K = TypeVar("K")
 # Efficiency from which a band begins. Slower than a smaller size is negative, whatever it is.
 EXCELLENT, GOOD = 0.85, 0.70
 NEGATIVE = "negative scaling"
-# From here on an efficiency is called superlinear; a little above 1 may be noise.
-SUPERLINEAR = 1.1
 # Epochs are the same work if their samples differ by less than this ratio: the last batch may be
 # left out.
 _SAME_WORK = 1.1
@@ -93,12 +91,6 @@ class Series:
     @property
     def best(self) -> Size:
         return max(self.sizes, key=lambda size: size.speedup.median)
-
-    @property
-    def batches(self) -> dict[int, float]:
-        """By size, the batch that all sizes of its kind of scaling should share."""
-        known = [size for size in self.sizes if size.typical.global_batch]
-        return {size.num_processes: _batch(self.scaling, size.typical) for size in known}
 
 
 def hardware_of(series: Iterable[Series]) -> str:

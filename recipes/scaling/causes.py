@@ -91,24 +91,21 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
     if not step:
         return Losses()
     whole, share = training.alone(row.global_batch, row.micro_batch), training.alone(_share(row), row.micro_batch)
-    ideal = whole / row.num_processes if whole else share
-    found = list(_waits(row, step))
-    left = step - ideal - sum(cause.seconds for cause in found) if ideal else None
-    found += _slowdowns(row, step, whole, share, left)
-    hides = row.num_processes > 1 and row.no_sync_step is None and row.communication is None
-    if hides and share:
-        found += _hidden(row, step, share)
+    found = [*_waits(row, step), *_slowdowns(row, step, whole, share)]
+    several = row.num_processes > 1
+    hides = several and row.no_sync_step is None and row.communication is None
+    bound = list(_hidden(row, step, share)) if hides and share else []
     causes = [
         replace(cause, uncertain=step * (training.uncertain(cause.key, row, repeats) or 0.0))
-        for cause in found
+        for cause in (*found, *bound)
         if cause.seconds > 0
     ]
     paced = any(sets_the_pace(cause, row) for cause in causes)
     causes.sort(key=lambda cause: (paced and cause.key in _OF_EVERY_STEP, -cause.seconds))
+    ideal = whole / row.num_processes if whole else share
     lost = max(0.0, step - ideal) if ideal else None
     unexplained = None if lost is None else max(0.0, lost - sum(cause.seconds for cause in causes))
-    is_bounded = any(cause.key == HIDDEN for cause in found)
-    reason = HIDDEN if hides and not is_bounded else "no reference" if lost is None and row.num_processes > 1 else ""
+    reason = HIDDEN if hides and not bound else "no reference" if lost is None and several else ""
     return Losses(tuple(causes), lost, unexplained, _undecided(causes, reason))
 
 
@@ -181,7 +178,7 @@ def wire_time(size: float, bandwidth: float, processes: int) -> float:
 
 
 class Training:
-    """All rows of a training with one recipe: what one process takes alone, and repeats leave open."""
+    """All rows of a training with one recipe: what repeats leave open, and one process alone."""
 
     def __init__(self, rows: Sequence[Timing]) -> None:
         self._alone: dict[int, list[Timing]] = {}  # rows of one process, by batch
@@ -241,26 +238,15 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 # --- What multiplies the time of computing -------------------------------------------------------
 
 
-def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None, left: float | None) -> list[Cause]:
-    """Each factor's part of the time that they take together, by its logarithm: the parts add up.
-
-    Those against a reference are at most what is `left` of the lost time: the reference can be the
-    slow process itself.
-    """
+def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
+    """Each factor's part of the time that they take together, by its logarithm: they add up."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
     if not longest or product <= 1:
         return []
     lost = longest * (1 - 1 / product)
-    causes = [Cause(key, lost * log(times) / log(product), step, evidence) for key, times, evidence in factors]
-    referred = [cause for cause in causes if cause.key in AGAINST_A_REFERENCE]
-    measured = [cause for cause in causes if cause not in referred]
-    if left is None or not referred:
-        return causes
-    left -= sum(cause.seconds for cause in measured)
-    by = min(1.0, max(0.0, left) / sum(cause.seconds for cause in referred))
-    return measured + [replace(cause, seconds=cause.seconds * by) for cause in referred]
+    return [Cause(key, lost * log(times) / log(product), step, evidence) for key, times, evidence in factors]
 
 
 def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[tuple[str, float, str]]:

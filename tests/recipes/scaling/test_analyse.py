@@ -81,13 +81,6 @@ def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
     assert ("measure the parts of a step with `recipes scale run`" in words_of(rows)) == (speedup < 1)
 
 
-def test_sizes_that_do_not_share_their_batch_are_remarked():
-    rows = [Timing(world, 100, samples=100 * world, global_batch=8 * world, scaling="weak") for world in (1, 2)]
-    assert "not the same" not in " ".join(sentences.of(analyse(rows)[0]))
-    (other,) = analyse([rows[0], replace(rows[1], global_batch=8)])
-    assert "The batch per process is not the same at all sizes (8 at 1, 4 at 2)" in " ".join(sentences.of(other))
-
-
 def test_weak_scaling_that_is_slower_names_the_best_size():
     (found,) = analyse([Timing(world, 200.0 * world, samples=100, scaling="weak") for world in (1, 2)])
     assert found.sizes[-1].band == "negative scaling"
@@ -101,7 +94,6 @@ def test_weak_scaling_that_is_slower_names_the_best_size():
         ({1: 100, 2: 150, 4: 380, 8: 790}, "the part that more processes do not shorten changes with them."),
         ({w: 100 / (0.05 + 0.95 / w) for w in (1, 2, 4, 8)}, "can be more than 20 times as fast."),
         ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small for a limit to follow from sizes up to 4."),
-        ({1: 100, 2: 200, 4: 400}, "No serial fraction is visible in 3 world sizes (Amdahl's law)."),
     ],
 )
 def test_the_law_of_the_sizes_or_why_there_is_none(rates, says):
@@ -123,8 +115,6 @@ WAITING = Timing(2, 100, step_time=1.0, data_wait=0.2, communication=0.4)
         ({"workers": 2}, "data"),  # without communication it would wait 0.6 s for them
         ({"workers": 2, "data_wait": 0.05}, "communication"),
         ({"workers": 2, "communication": 0.0, "saving": 0.4}, "saving"),
-        ({"workers": 2, "accumulation": 4}, "data"),  # a step's micro-batches are held ahead
-        ({"workers": 1, "accumulation": 16}, "communication"),  # their queues are full long before
     ],
 )
 def test_loading_comes_before_what_it_runs_beside(changed, first):

@@ -26,7 +26,7 @@ LAYERS = (
     "recipes.planner",
     "recipes.factories",
     "recipes",  # its __init__, which hands names on to users
-    "launch.host launch.terminal launch.plots launch.flags",
+    "launch.host launch.terminal launch.flags",
     "launch.output launch.doctor launch.data",
     "launch.training launch.explain",
     "launch.fit launch.jobs",
@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/rules": 2430,
     "recipes/planner": 3000,
     "recipes/scaling": 1250,
-    "launch": 540,
+    "launch": 510,
     "launch/commands": 1540,
     "launch/data": 2220,
     "launch/doctor": 1520,
@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1350,
     "launch/jobs": 1470,
     "launch/output": 1630,
-    "launch/scaling": 1000,
+    "launch/scaling": 980,
     "launch/training": 2300,
 }
 

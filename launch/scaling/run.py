@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -28,7 +28,6 @@ from launch.jobs.job import Job, checked_job
 from launch.jobs.local import Local
 from launch.output import record
 from launch.terminal import plural
-from recipes import legal
 from recipes.errors import mistake
 from recipes.run import Settings, nearest, with_flags
 from recipes.run.hardware import read as read_hardware
@@ -90,7 +89,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    _require_flags_of_train(argv, vars(options))
+    _refuse_what_is_set_here(argv)
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
@@ -128,16 +127,11 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _require_flags_of_train(argv: Sequence[str], own_flags: Iterable[str]) -> None:
-    """Raises `UserError` for flags that scale run sets itself, or that are misspelt."""
+def _refuse_what_is_set_here(argv: Sequence[str]) -> None:
     for word in argv:
         flag = word.partition("=")[0]
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in _SET_HERE:
+        if flag.removeprefix("--").replace("-", "_") in _SET_HERE:
             raise mistake(flag, "is set by scale run", "--output FOLDER and --steps N")
-        own = nearest(name, own_flags) if flag.startswith("--") and name not in legal.settings() else ""
-        if own and not nearest(name, legal.settings()):
-            raise mistake(flag, "is not a flag of this command", f"--{own}")
 
 
 def points(

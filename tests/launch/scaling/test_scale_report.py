@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.plots import new_figure
 from launch.scaling import report as scale_report
-from launch.scaling.report import file_stems, summary_csv
-from launch.scaling.words import find, sections
+from launch.scaling.report import file_stems, find, sections, summary_csv
 from recipes.errors import UserError
 from recipes.scaling.analyse import analyse
 from recipes.scaling.timings import Timing
@@ -241,10 +239,13 @@ def test_every_file_says_the_same(unpictured, tmp_path):
 
 
 def test_negative_scaling_is_marked_and_named_once(monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import figure
+
     from launch.scaling import plots
 
-    drawn = []
-    monkeypatch.setattr(plots, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
+    drawn, real = [], figure.Figure
+    monkeypatch.setattr(figure, "Figure", lambda **named: drawn.append(real(**named)) or drawn[-1])
     slow = [series for series in analyse(ROWS) if series.recipe == "standard"]
     plots.pictures("bert", slow, [])
     labels = [text.get_text() for text in drawn[1].legends[0].get_texts()]

@@ -19,9 +19,8 @@ from recipes.planner.allocator import (
     workspace_bytes,
 )
 from recipes.planner.fits import Estimator
-from recipes.planner.memory import NEVER, Case, Memory, Traced, Weights
-from recipes.planner.trace import trace
-from tests.recipes.planner.small import SMALL, peak, run_of
+from recipes.planner.memory import NEVER, Memory, Traced, Weights
+from tests.recipes.planner.small import SMALL, run_of
 
 SIZES = st.one_of(st.integers(1, 4 << 10), st.integers(1, 3 * MIB), st.integers(1, 60 * MIB))
 # Sizes to allocate, or which of those that are alive to free.
@@ -91,15 +90,6 @@ def test_the_smallest_cached_block_that_is_large_enough_is_taken():
 
 
 # --- A training -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("case", [Case(4, 64), Case(4, 64, autocast="bfloat16"), Case(4, 64, checkpointing=True)])
-def test_a_trace_s_allocations_have_the_peak_of_its_live_bytes(name, case):
-    traced = trace(SMALL[name], case)
-    requests = Requests()
-    requests.micro_batch(traced)
-    assert requests.peak() == peak(traced)
 
 
 @pytest.mark.parametrize("name", SMALL)

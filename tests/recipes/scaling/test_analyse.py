@@ -1,7 +1,6 @@
 """Which rows are one training, how well it scales, why no better, and what cannot be told."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,6 @@ from recipes.scaling import sentences
 from recipes.scaling.advice import advise
 from recipes.scaling.analyse import Series, Size, analyse
 from recipes.scaling.timings import Timing
-from tests.support import simulated
 
 
 def last(rows: list[Timing]) -> Size:
@@ -30,16 +28,6 @@ def of_rates(throughputs: dict[int, float]) -> Series:
 
 
 # --- What holds for any timings ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_rows_changes_nothing(seed):
-    def of(rows):
-        return {series.title: replace(series, rows=()) for series in analyse(rows)}
-
-    random = Random(seed)
-    rows = simulated.measured(*simulated.draw(random), 3, random)
-    assert of(random.sample(rows, len(rows))) == of(rows)
 
 
 @settings(max_examples=50, deadline=None)
@@ -79,12 +67,6 @@ def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
     rows = [Timing(1, 100), Timing(4, 100 / speedup)]
     assert says in words_of(rows) and last(rows).cause is None
     assert ("measure the parts of a step with `recipes scale run`" in words_of(rows)) == (speedup < 1)
-
-
-def test_weak_scaling_that_is_slower_names_the_best_size():
-    (found,) = analyse([Timing(world, 200.0 * world, samples=100, scaling="weak") for world in (1, 2)])
-    assert found.sizes[-1].band == "negative scaling"
-    assert sentences.law(found) == "Of the measured sizes 1 is the best."
 
 
 @pytest.mark.parametrize(
@@ -141,11 +123,6 @@ ALONE = [row(1, time) for time in (1.0, 1.01, 0.99)]
 
 def repeats(waits: list[float], **known) -> list[Timing]:
     return [row(2, 0.5 + wait, wait, **known) for wait in waits]
-
-
-def test_a_wait_that_every_repeat_has_is_a_cause():
-    found = last(ALONE + repeats([0.2, 0.21, 0.19]))
-    assert (found.cause, found.losses.undecided) == ("communication", "")
 
 
 def test_where_repeats_differ_by_more_than_the_effect_there_is_no_cause_and_no_advice():

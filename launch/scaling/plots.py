@@ -6,7 +6,6 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from math import log2
 from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,18 +143,12 @@ def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread 
 
 
 def _process_axis(axes: Axes, lines: Sequence[Line], from_zero: bool = True) -> None:
-    """Ticks at the measured world sizes, without those whose numbers would overlap."""
+    """Ticks at the measured world sizes."""
     worlds = sorted({size.num_processes for line in lines for size in line.sizes})
     wide = worlds[-1] / worlds[0] > _WIDE
-    place: Callable[[float], float] = log2 if wide else float
-    room = (place(worlds[-1]) - place(worlds[0])) * 0.09
-    ticks = [worlds[-1]]
-    for world in reversed(worlds[:-1]):
-        if place(ticks[-1]) - place(world) >= room:
-            ticks.append(world)
     if wide:
         axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks(worlds, [str(world) for world in worlds])
     axes.minorticks_off()
     axes.margins(0.1)
     axes.set_xlabel("processes")

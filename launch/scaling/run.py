@@ -208,13 +208,9 @@ def _measure_in_turns(
                 continue
             row = replace(row, name=name, command=shlex.join(argv), applied=point.applied, predicted=point.predicted)
             append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
-            print(f"{at}{_measured_words(row)}", flush=True)
+            speed = f"{(row.samples or 0) / row.epoch_time:.3g} samples/s"
+            print(f"{at}{milliseconds(row.step_time or 0)} per step, {speed}", flush=True)
     return failed
-
-
-def _measured_words(row: Timing) -> str:
-    step = f"{milliseconds(row.step_time)} per step" if row.step_time else "step time unknown"
-    return f"{step}, {row.samples / row.epoch_time:.3g} samples/s" if row.samples else step
 
 
 def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:

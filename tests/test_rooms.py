@@ -43,7 +43,7 @@ BUDGETS = {
     "recipes/legal": 500,
     "recipes/run": 1920,
     "recipes/rules": 2430,
-    "recipes/planner": 3000,
+    "recipes/planner": 2970,
     "recipes/scaling": 1250,
     "launch": 510,
     "launch/commands": 1540,
@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1350,
     "launch/jobs": 1470,
     "launch/output": 1630,
-    "launch/scaling": 980,
+    "launch/scaling": 970,
     "launch/training": 2300,
 }
 

@@ -98,17 +98,13 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 def file_stems(names: Sequence[str]) -> dict[str, str]:
     """The beginning of each training's file names: letters, digits, `-`, `.` and `_`.
 
-    No two differ only in case.
+    Those that would differ only in case get a number.
     """
-    stems: dict[str, str] = {}
-    for name in names:
-        plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training"
-        stem, count = plain, 1
-        while stem.casefold() in {taken.casefold() for taken in stems.values()}:
-            count += 1
-            stem = f"{plain}-{count}"
-        stems[name] = stem
-    return stems
+    plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
+    folded = [stem.casefold() for stem in plain]
+    before = [folded[:place].count(stem) for place, stem in enumerate(folded)]
+    stems = [f"{stem}-{count + 1}" if count else stem for stem, count in zip(plain, before, strict=True)]
+    return dict(zip(names, stems, strict=True))
 
 
 @dataclass(frozen=True)
@@ -207,7 +203,7 @@ def _wrapped(line: str) -> str:
 
 def tables(found: Findings) -> dict[str, DataFrame]:
     """Tables of text by their captions: their headings name each column with its unit."""
-    every = {}
+    every: dict[str, DataFrame] = {}
     for series in found.series:
         every |= {
             series.title: results(series),

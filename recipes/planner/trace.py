@@ -372,9 +372,10 @@ def at_length(three: Sequence[Traced], length: float) -> Traced:
         found[0] += weight * moments[np.lexsort((moments[:, 2], without_gradients))[-1]]
         found[1] += weight * moments[np.lexsort((total, moments[:, 2]))[-1]]
     (alive, logits, made), (alive_then, logits_then, made_then) = np.rint(found)
-    six = (made, NEVER, 0, 0), (alive, 3, NEVER, 0), (logits, 3, NEVER, 1)
-    six += (made_then - made, NEVER, 3, 0), (alive_then, NEVER, NEVER, 0), (logits_then, NEVER, NEVER, 1)
-    return Traced(np.maximum(0, six).astype(int), made_forward=3, kernels=three[0].kernels | {LOOP})
+    first = [(made, NEVER, 0, 0), (alive, 3, NEVER, 0), (logits, 3, NEVER, 1)]
+    second = [(made_then - made, NEVER, 3, 0), (alive_then, NEVER, NEVER, 0), (logits_then, NEVER, NEVER, 1)]
+    six = np.maximum(0, [*first, *second]).astype(int)
+    return Traced(six, made_forward=3, kernels=three[0].kernels | {LOOP})
 
 
 def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:

@@ -109,16 +109,12 @@ def file_stems(names: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Findings:
-    """The analysis of timings, and the command that asked for it.
-
-    `measured_in` is the folder of `recipes scale run` that the timings come from, where advice can
-    be tried. None if they come from elsewhere.
-    """
+    """The analysis of timings, and the command that asked for it."""
 
     series: list[Series]
     applied: list[Applied]
     command: str
-    measured_in: Path | None
+    measured_in: Path | None  # the folder of `recipes scale run` that can try advice, None for other timings
 
     @property
     def names(self) -> list[str]:

@@ -44,16 +44,13 @@ _SET_HERE = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe",
 
 @dataclass(frozen=True)
 class Point:
-    """One training at one size.
-
-    `series` are the kinds of scaling it belongs to; `changed` are flags that it tries.
-    """
+    """One training at one size."""
 
     recipe: str
     num_processes: int
     global_batch: int
-    series: tuple[str, ...]
-    changed: Settings = field(default_factory=dict)
+    series: tuple[str, ...]  # the kinds of scaling it belongs to
+    changed: Settings = field(default_factory=dict)  # flags that it tries
     applied: str = ""
     predicted: float | None = None
 

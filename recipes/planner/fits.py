@@ -176,25 +176,21 @@ def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run at one of its micro-batches on the requested GPU, with its time per step.
-
-    `fits_gpu` is about the GPU alone, `fits` about the RAM of a node too, if that is known.
-    `accumulation` keeps the global batch. `flags` are what the recipe needs in order to fit:
-    checkpointing, or a smaller evaluation. `moment` needs most on the GPU (memory.py). `notes` say
-    what it has that other plans have not, and what is not counted.
-    """
+    """A run at one of its micro-batches on the requested GPU, with its time per step."""
 
     run: RunSpec
-    fits: bool
+    fits: bool  # on the GPU, and in the RAM of a node too, if that is known
     micro_batch: int
-    accumulation: int
+    accumulation: int  # which keeps the global batch
     components: Components
     host_bytes_per_node: int
     time: StepTime
     fits_gpu: bool = True
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    moment: str = TRAINING
-    notes: tuple[str, ...] = ()
+    flags: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # needed in order to fit: checkpointing, a smaller evaluation
+    moment: str = TRAINING  # that needs most on the GPU (memory.py)
+    notes: tuple[str, ...] = ()  # what it has that other plans have not, and what is not counted
 
     @property
     def name(self) -> str:

@@ -41,77 +41,52 @@ ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of
 
 @dataclass(frozen=True)
 class Weights:
-    """Counts of a model's parameters, and the bytes of its buffers.
-
-    total              all parameters
-    trained            those with a gradient
-    in_4_bits          those that are stored in 4 bits
-    trained_embedding  those in embeddings that are trained
-    largest_layer      those of the largest layer
-    largest_parameter  those of the largest single tensor
-    outside_layers     those in no layer: embeddings and the head
-    looked_up          those of an input embedding that is not tied to the head: a lookup, no FLOPs
-    layers             those of each layer, in order; none if it is not known which they are
-    sizes              of each tensor of them: TRAINED, IN_4_BITS or FROZEN
-    matrices           those of each tensor that is trained and no vector
-    file_width         bytes of a parameter in the model's files, fp32's if they are unknown
-    """
+    """Counts of a model's parameters, and the bytes of its buffers."""
 
     total: int
     trained: int
     in_4_bits: int = 0
-    trained_embedding: int = 0
+    trained_embedding: int = 0  # in embeddings that are trained
     largest_layer: int = 0
-    largest_parameter: int = 0
-    outside_layers: int = 0
-    looked_up: int = 0
+    largest_parameter: int = 0  # of the largest single tensor
+    outside_layers: int = 0  # in no layer: embeddings and the head
+    looked_up: int = 0  # of an input embedding that is not tied to the head: a lookup, no FLOPs
     buffer_bytes: int = 0
-    layers: tuple[int, ...] = ()
-    sizes: tuple[tuple[int, str], ...] = ()
-    matrices: tuple[int, ...] = ()
-    file_width: int = 4
+    layers: tuple[int, ...] = ()  # of each layer, in order; none if it is not known which they are
+    sizes: tuple[tuple[int, str], ...] = ()  # of each tensor: TRAINED, IN_4_BITS or FROZEN
+    matrices: tuple[int, ...] = ()  # of each tensor that is trained and no vector
+    file_width: int = 4  # bytes of a parameter in the model's files, fp32's if they are unknown
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA of rank `rank` on `targets`, or DoRA.
-
-    `four_bits` is the name of the dtype that 4-bit base weights compute in, None without them.
-    `in_fp32` is false if they compute in the weights' dtype: DeepSpeed and FSDP cast them too.
-    """
+    """LoRA of rank `rank` on `targets`, or DoRA."""
 
     rank: int
     targets: tuple[str, ...] | str = "all-linear"
     dropout: float = 0.0
-    four_bits: str | None = None
-    in_fp32: bool = True
+    four_bits: str | None = None  # the dtype that 4-bit base weights compute in
+    in_fp32: bool = True  # not with DeepSpeed and FSDP, which cast them to the weights' dtype
     dora: bool = False
 
 
 @dataclass(frozen=True)
 class Case:
-    """One micro-batch to trace: `batch` sequences of `length` tokens.
-
-    `dtype` (of the weights) and `autocast` are names of torch dtypes. `mask`: the batch is padded,
-    or has several sequences in a row. `on_cuda`: operations keep what they keep on a GPU of this
-    compute capability, not on a CPU. `attention` is transformers' name for it, None if it chooses,
-    PACKAGED for FlashAttention's package and the like. `evaluation`: a forward without gradients,
-    by a model in eval mode. `liger`: that package computes the loss, without logits as a whole.
-    """
+    """One micro-batch to trace: `batch` sequences of `length` tokens. Dtypes are torch's names."""
 
     batch: int
     length: int
     task: str = "causal_lm"
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the weights
     autocast: str | None = None
     checkpointing: bool = False
-    attention: str | None = None
-    mask: bool = True
+    attention: str | None = None  # transformers' name; PACKAGED for FlashAttention's package and the like
+    mask: bool = True  # the batch is padded, or has several sequences in a row
     adapters: Adapters | None = None
-    on_cuda: bool = True
-    evaluation: bool = False
+    on_cuda: bool = True  # operations keep what they keep on a GPU of this compute capability, not on a CPU
+    evaluation: bool = False  # a forward without gradients, by a model in eval mode
     capability: tuple[int, int] = (8, 0)
-    liger: bool = False
+    liger: bool = False  # that package computes the loss, without logits as a whole
 
 
 @dataclass(frozen=True, eq=False)

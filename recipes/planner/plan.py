@@ -35,43 +35,33 @@ class Plan:
     """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
 
     The fastest takes the least time in the parts of a step that are known; of equal ones it is the
-    first that computes nothing twice. `choices` are the ways to split the global batch of the
-    recommended recipe, or of the first one if none fits; in that case `next_steps` are the changes
-    to try, in order. If only offload fits, they are what fits without it: other settings, and
-    adapters. `short_of_ram`: nothing fits, and what was asked for lacks only RAM of the nodes.
-    `command` is the whole one for the recommended recipe, empty if none fits, `advice` what
-    `recipes check` says of it, or of what was asked for. `refused` maps the name of each recipe
-    that is not legal with these flags to the reason. `length` is below `asked_length` if the model
-    has fewer positions. `mfu` and `bandwidth` (bytes per second, None if unknown) are what the
-    times assume, `mfu_source`, `link` and `host_source` where that comes from. `unknown_compute`
-    says why times leave compute out, empty if they do not: then `mfu` has no effect. `shape`
-    describes a model that was asked for by its size, empty for another.
+    first that computes nothing twice.
     """
 
     model: str
-    shape: str
+    shape: str  # of a model that was asked for by its size, empty for another
     parameters: int
     trained: int
     gpu: str
     usable_bytes: int
     usable_host_bytes: int | None
-    length: int
+    length: int  # below `asked_length` if the model has fewer positions
     asked_length: int
     recipes: tuple[Planned, ...]
     recommended: str | None
-    command: str
-    advice: tuple[Problem, ...]
-    short_of_ram: bool
-    choices: tuple[Planned, ...]
-    next_steps: tuple[NextStep, ...]
-    refused: dict[str, str]
-    mfu: float
+    command: str  # the whole one for the recommended recipe, empty if none fits
+    advice: tuple[Problem, ...]  # by `recipes check`, on the recommended one or on what was asked for
+    short_of_ram: bool  # nothing fits, and what was asked for lacks only RAM of the nodes
+    choices: tuple[Planned, ...]  # the splits of the global batch: of the recommended recipe, or of the first
+    next_steps: tuple[NextStep, ...]  # to try if nothing fits; beside offload, what fits without it
+    refused: dict[str, str]  # the recipes that are not legal with these flags, and why
+    mfu: float  # what times assume; so are the next three
     mfu_source: str
-    bandwidth: float | None
+    bandwidth: float | None  # bytes per second, None if unknown
     link: str
     context: Context
     host_source: str
-    unknown_compute: str
+    unknown_compute: str  # why times leave compute out, empty if they do not: then `mfu` has no effect
 
 
 def plan_memory(
@@ -288,18 +278,13 @@ def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
 
 @dataclass(frozen=True)
 class NextStep:
-    """One change to try, and the plan of it.
+    """One change to try, and the plan of it."""
 
-    `words` is the whole command, for the shell. `saves_bytes` counts on each GPU,
-    `saves_host_bytes` in the RAM of each node, both compared to the plan's row of what was asked
-    for; below 0 if the step needs more. `slowdown` says what the change costs in time.
-    """
-
-    words: str
+    words: str  # the whole command, for the shell
     planned: Planned
-    saves_bytes: int
-    saves_host_bytes: int
-    slowdown: str
+    saves_bytes: int  # on each GPU, compared to the plan's row of what was asked for; may be below 0
+    saves_host_bytes: int  # in the RAM of each node
+    slowdown: str  # what the change costs in time
 
     @property
     def adapters(self) -> bool:

@@ -31,19 +31,15 @@ BEFORE = "before"  # a run with the present settings, beside one that tries a ch
 
 @dataclass(frozen=True)
 class Advice:
-    """One change. `gain` is the ratio of throughputs; `key` is its name for `scale run --apply`.
+    """One change."""
 
-    `same_training`: the global batch stays as it is. Timings of runs that try the change hold its
-    `title`: a run with another title is not compared with earlier ones.
-    """
-
-    key: str
-    title: str
+    key: str  # its name for `scale run --apply`
+    title: str  # which timings of runs that try it hold: another title is not compared with them
     why: str
-    gain: float
+    gain: float  # the ratio of throughputs
     num_processes: int
     flags: Settings = field(default_factory=dict)
-    same_training: bool = True
+    same_training: bool = True  # the global batch stays as it is
 
     @property
     def shown_flags(self) -> str:
@@ -202,17 +198,13 @@ def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:
 
 @dataclass(frozen=True)
 class Applied:
-    """A change that was tried.
-
-    `measured` is the ratio of its throughput to that of the runs beside it, and `off` by which
-    share the repeats leave that open; None for a single pair.
-    """
+    """A change that was tried."""
 
     title: str
     num_processes: int
     predicted: float
-    measured: Spread
-    off: float | None = None
+    measured: Spread  # its throughput over that of the runs beside it
+    off: float | None = None  # the share that the repeats leave open; None for a single pair
 
     @property
     def judged(self) -> str:

@@ -36,16 +36,13 @@ _OF_EVERY_STEP = ("communication", "contention", HIDDEN, "work", "straggler")
 
 @dataclass(frozen=True)
 class Cause:
-    """Time that a step of `step` seconds loses to one of `CAUSES`; of HIDDEN, at most.
-
-    `uncertain`: by how many seconds the repeats leave it open; 0 for a single row.
-    """
+    """Time that a step loses to one of `CAUSES`."""
 
     key: str
-    seconds: float
+    seconds: float  # of HIDDEN, at most
     step: float
     evidence: str
-    uncertain: float = 0.0
+    uncertain: float = 0.0  # the seconds that the repeats leave open
 
     @property
     def share(self) -> float:
@@ -64,17 +61,15 @@ class Cause:
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of a step: `causes` in the order to fix them, the largest first.
+    """The losses of a step. `causes` are in the order to fix them, the largest first.
 
-    If data loading sets the pace, it comes before every cause that it overlaps with. `undecided`
-    is the reason why no cause can be named: "noise", HIDDEN (not even the most that communication
-    takes is known) or "no reference"; empty if it can.
+    If data loading sets the pace, it comes before every cause that it overlaps with.
     """
 
     causes: tuple[Cause, ...] = ()
     lost: float | None = None  # seconds of a step beyond the reference, None without one
     unexplained: float | None = None  # seconds of `lost` that no cause explains
-    undecided: str = ""
+    undecided: str = ""  # why no cause can be named: "noise", HIDDEN (not even bounded) or "no reference"
 
     @property
     def named(self) -> list[Cause]:

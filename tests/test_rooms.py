@@ -26,7 +26,7 @@ LAYERS = (
     "recipes.planner",
     "recipes.factories",
     "recipes",  # its __init__, which hands names on to users
-    "launch.host launch.terminal launch.plots launch.flags",
+    "launch.host launch.terminal launch.flags",
     "launch.output launch.doctor launch.data",
     "launch.training launch.explain",
     "launch.fit launch.jobs",
@@ -43,9 +43,9 @@ BUDGETS = {
     "recipes/legal": 500,
     "recipes/run": 1920,
     "recipes/rules": 2430,
-    "recipes/planner": 3170,
-    "recipes/scaling": 1340,
-    "launch": 540,
+    "recipes/planner": 2920,
+    "recipes/scaling": 1230,
+    "launch": 510,
     "launch/commands": 1370,
     "launch/data": 2340,
     "launch/doctor": 1430,
@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1230,
     "launch/jobs": 1450,
     "launch/output": 1630,
-    "launch/scaling": 1000,
+    "launch/scaling": 960,
     "launch/training": 2280,
 }
 

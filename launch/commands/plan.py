@@ -36,8 +36,8 @@ fits: whether total fits the GPU with {MARGIN:.0%} to spare, and host the RAM th
 host: RAM of a node: the model while it is loaded; later what is offloaded, and copies of it for a save
 step: seconds of an optimizer step: compute + exposed communication + offload
 not counted: memory of data loading; kernels of torch.compile
-how sure: of 21 public readings of reserved memory two lie 3.5% and 7.8% above the plan, the others at most
-1% (python -m tests.benchmarks.published); here {MARGIN:.0%} is kept free
+how sure: of 21 public readings of reserved memory one lies 3.5% above the plan, the others at most
+1.6% (python -m tests.benchmarks.published); here {MARGIN:.0%} is kept free
 """
 
 

@@ -6,11 +6,9 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from math import log2
 from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from launch.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, new_figure
 from recipes.quiet import silence
 from recipes.scaling.analyse import EXCELLENT, GOOD, NEGATIVE, Series, Size, Spread, hardware_of
 from recipes.scaling.timings import PARTS, Timing
@@ -19,6 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+YELLOW, PURPLE, VERMILION, GREY = "#F0E442", "#CC79A7", "#D55E00", "#999999"
 _WIDTH, _HEIGHT, _DPI = 7.0, 4.5, 300  # inches, and dots in one
 _STYLE: Any = {
     "font.size": 10,
@@ -34,6 +35,15 @@ _PART_COLOURS = dict(zip(PARTS, (YELLOW, SKY, BLUE, VERMILION, GREEN, PURPLE, OR
 _IDEAL: Any = {"linestyle": "--", "color": GREY, "linewidth": 1, "zorder": 1, "label": "ideal"}
 _FEW_VALUES = 6  # that stand beside each other without touching
 _WIDE = 8  # from this ratio of world sizes on, powers of two do not fit on a linear axis
+
+
+def installed() -> bool:
+    """True if matplotlib, the extra `plot`, is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 class Line(NamedTuple):
@@ -64,6 +74,7 @@ def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> lis
     Raises `UserError` if matplotlib is not installed.
     """
     import matplotlib
+    from matplotlib.figure import Figure
 
     hardware = shorten(hardware_of(series), 110, placeholder=" ...")
     both = len({one.scaling for one in series}) > 1
@@ -77,7 +88,8 @@ def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> lis
             known = [line for line in lines if kind.has(line.series)]
             if not known:
                 continue
-            figure = new_figure(_WIDTH, _HEIGHT + 0.1 * max(0, len(known) - 3))
+            height = _HEIGHT + 0.1 * max(0, len(known) - 3)
+            figure = Figure(figsize=(_WIDTH, height), layout="constrained")  # for files: needs no display
             kind.draw(figure, known)
             title = f"{shorten(name, 110, placeholder=' ...')}: {kind.title}"
             figure.suptitle("\n".join(fill(line, 75) for line in (title, hardware) if line), fontsize=11)
@@ -131,18 +143,12 @@ def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread 
 
 
 def _process_axis(axes: Axes, lines: Sequence[Line], from_zero: bool = True) -> None:
-    """Ticks at the measured world sizes, without those whose numbers would overlap."""
+    """Ticks at the measured world sizes."""
     worlds = sorted({size.num_processes for line in lines for size in line.sizes})
     wide = worlds[-1] / worlds[0] > _WIDE
-    place: Callable[[float], float] = log2 if wide else float
-    room = (place(worlds[-1]) - place(worlds[0])) * 0.09
-    ticks = [worlds[-1]]
-    for world in reversed(worlds[:-1]):
-        if place(ticks[-1]) - place(world) >= room:
-            ticks.append(world)
     if wide:
         axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks(worlds, [str(world) for world in worlds])
     axes.minorticks_off()
     axes.margins(0.1)
     axes.set_xlabel("processes")
@@ -258,25 +264,25 @@ class _Kind(NamedTuple):
     draw: Callable[[Figure, Sequence[Line]], None]
 
 
+_MEDIANS = "Medians with quartiles. "
+_CROSS = " A cross is slower than a smaller world."
+_AS_IN_THE_SMALLEST = "Dashed: every process as fast as in the smallest world." + _CROSS
 _KINDS = {
     "epoch_time_detailed": _Kind(
         "measured time",
-        "Dots: rows of timings; markers: the median at each world size, with quartiles. "
-        "Dashed: every process as fast as in the smallest world. A cross is slower than a smaller world.",
+        f"Dots: rows of timings; markers: the median at each world size, with quartiles. {_AS_IN_THE_SMALLEST}",
         lambda series: True,
         _draw_times,
     ),
     "speedup_efficiency": _Kind(
         "speedup and efficiency",
-        "Medians with quartiles, relative to the smallest world of each series. Dashed: ideal. Shades: bands. A cross "
-        "is slower than a smaller world.",
+        f"{_MEDIANS}Relative to the smallest world of each series. Dashed: ideal. Shades: bands.{_CROSS}",
         lambda series: len(series.sizes) > 1,
         _draw_speedup,
     ),
     "throughput": _Kind(
         "throughput",
-        "Medians with quartiles. Dashed: every process as fast as in the smallest world. A cross is slower than a "
-        "smaller world.",
+        _MEDIANS + _AS_IN_THE_SMALLEST,
         lambda series: series.sizes[0].samples_per_second,
         _draw_throughput,
     ),

@@ -1,4 +1,7 @@
-"""`recipes scale report`: pictures, tables, a text and a page from timings that exist already."""
+"""`recipes scale report`: pictures, tables, a text and a page from timings that exist already.
+
+Sentences and tables have one order for the terminal, the text and the page.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,27 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING
 
-from launch import plots
 from launch.flags import Commands
 from launch.host.files import write_whole
-from launch.scaling import plots as scale_plots
+from launch.scaling import plots
 from launch.scaling.plots import Picture
-from launch.scaling.words import Findings, find, results, sections, tables, text
+from launch.scaling.run import TIMINGS
 from recipes.errors import mistake
 from recipes.scaling import sentences, timings
-from recipes.scaling.analyse import Series, Size
+from recipes.scaling.advice import Advice, Applied, advise, applied
+from recipes.scaling.analyse import Series, Size, Spread, analyse, hardware_of
 from recipes.scaling.causes import CAUSES
-from recipes.scaling.timings import OF_ONE_PROCESS, PARTS
+from recipes.scaling.timings import PARTS, Timing
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_WIDTH = 110  # of the text's lines
 _NO_PICTURES = "No pictures: matplotlib is not installed (pip install matplotlib)."
 _STEM = 40  # characters: in any script, a file name stays below the 255 bytes that most file systems allow
 
@@ -67,7 +77,7 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
     note = "" if plots.installed() else _NO_PICTURES
     for name, stem in file_stems(found.names).items() if plots.installed() else ():
         of_name = [series for series in found.series if series.name == name]
-        drawn |= {f"{stem}_{picture.kind}": picture for picture in scale_plots.pictures(name, of_name, formats)}
+        drawn |= {f"{stem}_{picture.kind}": picture for picture in plots.pictures(name, of_name, formats)}
     texts = {
         "comprehensive_summary.csv": summary_csv(found),
         "summary_table.tex": summary_tex(found),
@@ -88,24 +98,183 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 def file_stems(names: Sequence[str]) -> dict[str, str]:
     """The beginning of each training's file names: letters, digits, `-`, `.` and `_`.
 
-    No two differ only in case.
+    Those that would differ only in case get a number.
     """
-    stems: dict[str, str] = {}
-    for name in names:
-        plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training"
-        stem, count = plain, 1
-        while stem.casefold() in {taken.casefold() for taken in stems.values()}:
-            count += 1
-            stem = f"{plain}-{count}"
-        stems[name] = stem
-    return stems
+    plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
+    folded = [stem.casefold() for stem in plain]
+    before = [folded[:place].count(stem) for place, stem in enumerate(folded)]
+    stems = [f"{stem}-{count + 1}" if count else stem for stem, count in zip(plain, before, strict=True)]
+    return dict(zip(names, stems, strict=True))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The analysis of timings, and the command that asked for it."""
+
+    series: list[Series]
+    applied: list[Applied]
+    command: str
+    measured_in: Path | None  # the folder of `recipes scale run` that can try advice, None for other timings
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(one.name for one in self.series))
+
+    @property
+    def title(self) -> str:
+        return f"Scaling of {', '.join(self.names) or 'advice that was tried'}"
+
+    @property
+    def hardware(self) -> str:
+        return hardware_of(self.series) or "not stated in the timings"
+
+
+def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
+    """The analysis of `rows`, which were read from `files`."""
+    here = len(files) == 1 and Path(files[0]).name == TIMINGS and all(row.scaling for row in rows)
+    return Findings(analyse(rows), applied(rows), command, Path(files[0]).parent if here else None)
+
+
+# --- Sentences -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """The words about one series: sentences, and each advice with its commands."""
+
+    title: str
+    sentences: list[str]
+    advice: list[tuple[str, list[str]]]
+
+
+def sections(found: Findings) -> list[Section]:
+    """Those of the series, then what was tried."""
+    every = []
+    for series in found.series:
+        suggested = [(size, advice) for size in series.sizes for advice in advise(size, series)]
+        advice = [(_advice_words(*one), commands(found, series, *one)) for one in suggested]
+        every.append(Section(series.title, sentences.of(series), advice))
+    if found.applied:
+        tried = [f"At {one.num_processes}: {one.title}: {one.words}." for one in found.applied]
+        every.append(Section("Advice that was tried: throughput after over throughput before", tried, []))
+    return every
+
+
+def _advice_words(size: Size, advice: Advice) -> str:
+    different = "" if advice.same_training else "; a different training"
+    gain = f"{advice.gain:.2f} times the throughput (predicted{different})"
+    return f"Advice at {size.num_processes}: {advice.title}: {gain}: {advice.why}."
+
+
+def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
+    """The flags of an advice, and the command that tries them where it was measured.
+
+    Empty if there are none.
+    """
+    processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
+    flags = " ".join(filter(None, [*processes, advice.shown_flags]))
+    if not flags or found.measured_in is None:
+        return [flags] if flags else []
+    words = ["recipes", "scale", "run", "--apply", advice.key, "--num_processes", str(size.num_processes)]
+    words += ["--recipe", series.recipe, "--scaling", series.scaling, "--name", series.name]
+    return [flags, shlex.join([*words, "--output", str(found.measured_in)])]
+
+
+def text(found: Findings) -> str:
+    """The sections as plain text, for the terminal and the beginning of the text file."""
+    lines = [found.title, "", f"hardware: {found.hardware}"]
+    for section in sections(found):
+        lines += ["", section.title, "=" * len(section.title), *map(_wrapped, section.sentences)]
+        for words, flags in section.advice:
+            lines += [_wrapped(words), *(f"    {line}" for line in flags)]
+    return "\n".join(lines)
+
+
+def _wrapped(line: str) -> str:
+    return fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+# --- Tables --------------------------------------------------------------------------------------
+
+
+def tables(found: Findings) -> dict[str, DataFrame]:
+    """Tables of text by their captions: their headings name each column with its unit."""
+    every: dict[str, DataFrame] = {}
+    for series in found.series:
+        every |= {
+            series.title: results(series),
+            f"{series.title}: parts of an optimizer step, ms": _step_parts(series),
+            f"{series.title}: time lost in an optimizer step, ms": _losses(series),
+        }
+    return {caption: cells for caption, cells in every.items() if len(cells.columns) > 1}
+
+
+def results(series: Series) -> DataFrame:
+    """A row for each world size; empty columns are left out."""
+    sizes = series.sizes
+    stretches = {size.typical.timed or "epoch" for size in sizes}  # what epoch_time covers
+    timed = stretches.pop() if len(stretches) == 1 else "stretch"
+    rates = [size.samples_per_second.median if size.samples_per_second else None for size in sizes]
+    columns = {
+        "repeats": [str(size.repeats) for size in sizes],
+        f"{timed} (s)": [_with_quartiles(size.epoch_time) for size in sizes],
+        "samples/s": [*map(_number, rates)],
+        "tokens/s": [_number(size.tokens_per_second) for size in sizes],
+        "speedup": [f"{size.speedup.median:.2f}" for size in sizes],
+        "efficiency": [f"{size.efficiency.median:.1%}" for size in sizes],
+        "band": [size.band or "reference" for size in sizes],
+        "main cause": [CAUSES[size.cause] if size.cause else size.losses.undecided for size in sizes],
+        "accuracy": [_number(size.accuracy) for size in sizes],
+    }
+    return _table(series, columns)
+
+
+def _step_parts(series: Series) -> DataFrame:
+    """The parts of a step, in milliseconds, where they were measured."""
+    names = ("step_time", *PARTS, "data_wait_max")
+    seconds = {name.replace("_", " "): [getattr(size.typical, name) for size in series.sizes] for name in names}
+    return _table(series, {name: [*map(_milliseconds, column)] for name, column in seconds.items()})
+
+
+def _losses(series: Series) -> DataFrame:
+    """The time that a step loses to each cause, in milliseconds, where it is known."""
+    every = [size.losses for size in series.sizes]
+    of_causes = [{cause.key: cause.seconds for cause in one.causes} for one in every]
+    seconds = {title: [of_size.get(key) for of_size in of_causes] for key, title in CAUSES.items()}
+    seconds |= {"lost in total": [one.lost for one in every], "unexplained": [one.unexplained for one in every]}
+    return _table(series, {name: [*map(_milliseconds, column)] for name, column in seconds.items()})
+
+
+def _table(series: Series, columns: dict[str, list[str]]) -> DataFrame:
+    from pandas import DataFrame
+
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
+    return DataFrame({"processes": [str(size.num_processes) for size in series.sizes], **filled})
+
+
+def _with_quartiles(spread: Spread) -> str:
+    quartiles = "" if spread.low == spread.high else f" [{_number(spread.low)}, {_number(spread.high)}]"
+    return _number(spread.median) + quartiles
+
+
+def _number(value: float | None) -> str:
+    """Four significant digits, or all digits before the point; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".removesuffix(".")
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{round(1000 * seconds, 3):.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
 # --- For reading ---------------------------------------------------------------------------------
 
 
 def _text(found: Findings, note: str) -> str:
-    shown = [f"{table.caption}\n{table.cells.to_string(index=False)}" for table in tables(found)]
+    shown = [f"{caption}\n{cells.to_string(index=False)}" for caption, cells in tables(found).items()]
     return "\n\n".join(filter(None, [text(found), note, *shown, f"written by: {found.command}"])) + "\n"
 
 
@@ -127,43 +296,30 @@ def _page(found: Findings, pictures: Sequence[Picture], note: str) -> str:
 
 
 def summary_csv(found: Findings) -> str:
-    """A row for each series and size, with the names and units of the timings."""
+    """A row for each series and size, with the names and units of the timings, if it is known."""
     from pandas import DataFrame
 
     rows = [_flat(series, size) for series in found.series for size in series.sizes]
-    return DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n")  # object: counts stay whole
+    filled = (
+        DataFrame(rows, dtype=object).replace("", None).dropna(axis="columns", how="all")
+    )  # object: counts stay whole
+    return filled.to_csv(index=False, lineterminator="\n")
 
 
 def _flat(series: Series, size: Size) -> dict[str, object]:
-    spreads: dict[str, object] = {}
+    """The typical row, and what the analysis adds to it."""
+    found: dict[str, object] = vars(size.typical) | {"timed": size.typical.timed or "epoch"}
+    for name in ("name", "recipe", "scaling", "serial_fraction"):
+        found[name] = getattr(series, name)
+    for name in ("repeats", "tokens_per_second", "band", "cause", "slower_than", "accuracy"):
+        found[name] = getattr(size, name)
     for name in ("epoch_time", "samples_per_second", "speedup", "efficiency"):
-        spread = getattr(size, name)
-        for suffix, field in (("", "median"), ("_low_quartile", "low"), ("_high_quartile", "high")):
-            spreads[name + suffix] = getattr(spread, field) if spread else None
-    losses, typical = size.losses, vars(size.typical)
-    names = ["samples", "global_batch", "micro_batch", "accumulation", "step_time", *PARTS]
-    names += ["loss", "peak_memory", *OF_ONE_PROCESS, "engine", "hardware"]
-    return {
-        **{name: getattr(series, name) for name in ("name", "recipe", "scaling")},
-        "num_processes": size.num_processes,
-        "repeats": size.repeats,
-        "timed": typical["timed"] or "epoch",
-        **spreads,
-        "tokens_per_second": size.tokens_per_second,
-        "band": size.band,
-        "cause": size.cause,
-        "undecided": losses.undecided,
-        "slower_than": size.slower_than,
-        "accuracy": size.accuracy,
-        "serial_fraction": series.serial_fraction,
-        "best_size": series.best.num_processes,
-        **{name: typical[name] for name in names},
-        **dict.fromkeys((f"lost_to_{key}" for key in CAUSES), None),
-        **{f"lost_to_{cause.key}": cause.seconds for cause in losses.causes},
-        "lost": losses.lost,
-        "unexplained": losses.unexplained,
-        "verdict": sentences.verdict(size, series),
-    }
+        if spread := getattr(size, name):
+            found |= {name: spread.median, f"{name}_low_quartile": spread.low, f"{name}_high_quartile": spread.high}
+    losses = size.losses
+    found |= {f"lost_to_{cause.key}": cause.seconds for cause in losses.causes}
+    found |= {"lost": losses.lost, "unexplained": losses.unexplained, "undecided": losses.undecided}
+    return found | {"best_size": series.best.num_processes, "verdict": sentences.verdict(size, series)}
 
 
 def summary_tex(found: Findings) -> str:
@@ -173,7 +329,7 @@ def summary_tex(found: Findings) -> str:
         r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}, \ref{tab:scaling-2}, ...",
     ]
     for number, series in enumerate(found.series, 1):
-        cells = results(series).cells.drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")
+        cells = results(series).drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")
         style = cells.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
         style.set_table_styles([{"selector": f"{rule}rule", "props": ":hline;"} for rule in ("top", "mid", "bottom")])
         title = re.sub(r"([&%$#_{}])", r"\\\1", re.sub(r"[\\^~]", " ", series.title))

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -28,7 +28,6 @@ from launch.jobs.job import Job, checked_job
 from launch.jobs.local import Local
 from launch.output import record
 from launch.terminal import plural
-from recipes import legal
 from recipes.errors import mistake
 from recipes.run import Settings, nearest, with_flags
 from recipes.run.hardware import read as read_hardware
@@ -45,16 +44,13 @@ _SET_HERE = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe",
 
 @dataclass(frozen=True)
 class Point:
-    """One training at one size.
-
-    `series` are the kinds of scaling it belongs to; `changed` are flags that it tries.
-    """
+    """One training at one size."""
 
     recipe: str
     num_processes: int
     global_batch: int
-    series: tuple[str, ...]
-    changed: Settings = field(default_factory=dict)
+    series: tuple[str, ...]  # the kinds of scaling it belongs to
+    changed: Settings = field(default_factory=dict)  # flags that it tries
     applied: str = ""
     predicted: float | None = None
 
@@ -90,7 +86,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    _require_flags_of_train(argv, vars(options))
+    _refuse_what_is_set_here(argv)
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
@@ -128,16 +124,11 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _require_flags_of_train(argv: Sequence[str], own_flags: Iterable[str]) -> None:
-    """Raises `UserError` for flags that scale run sets itself, or that are misspelt."""
+def _refuse_what_is_set_here(argv: Sequence[str]) -> None:
     for word in argv:
         flag = word.partition("=")[0]
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in _SET_HERE:
+        if flag.removeprefix("--").replace("-", "_") in _SET_HERE:
             raise mistake(flag, "is set by scale run", "--output FOLDER and --steps N")
-        own = nearest(name, own_flags) if flag.startswith("--") and name not in legal.settings() else ""
-        if own and not nearest(name, legal.settings()):
-            raise mistake(flag, "is not a flag of this command", f"--{own}")
 
 
 def points(
@@ -214,13 +205,9 @@ def _measure_in_turns(
                 continue
             row = replace(row, name=name, command=shlex.join(argv), applied=point.applied, predicted=point.predicted)
             append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
-            print(f"{at}{_measured_words(row)}", flush=True)
+            speed = f"{(row.samples or 0) / row.epoch_time:.3g} samples/s"
+            print(f"{at}{milliseconds(row.step_time or 0)} per step, {speed}", flush=True)
     return failed
-
-
-def _measured_words(row: Timing) -> str:
-    step = f"{milliseconds(row.step_time)} per step" if row.step_time else "step time unknown"
-    return f"{step}, {row.samples / row.epoch_time:.3g} samples/s" if row.samples else step
 
 
 def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:

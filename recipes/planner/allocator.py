@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from recipes.planner.memory import (
-    FP32,
     IN_4_BITS,
+    LOOP,
     NEVER,
-    REDUCE_BUCKET,
     ROUNDING,
     TRAINED,
     Components,
@@ -24,10 +23,8 @@ from recipes.planner.memory import (
     Traced,
     bytes_in_4_bits,
     casts_the_model,
-    optimizer_bytes_per_parameter,
     requests_of_update,
     trained_bytes,
-    weight_bytes,
 )
 
 MIB = 2**20
@@ -79,13 +76,12 @@ Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size cl
 class Allocator:
     """Counts as torch.cuda.memory_allocated and memory_reserved do, with their peaks.
 
-    `limit` is what may be reserved, None for any amount. `retries` counts how often everything that
-    was cached had to be given back.
+    `limit` is what may be reserved, None for any amount.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._small: Pool = []
         self._large: Pool = []
         self._next_address = 0
@@ -98,7 +94,6 @@ class Allocator:
         at = bisect_left(pool, (size,))
         block = pool.pop(at)[2] if at < len(pool) else self._new(pool, size)
         if block is None:
-            self.retries += 1
             self.empty_cache()
             block = self._new(pool, size)
         if block is None:
@@ -275,7 +270,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
         return memory.gpu
     workspaces = 2 * workspace_bytes(memory.run.hardware.capability)
     states = replace(memory.gpu, buffers=memory.gpu.buffers + workspaces)
-    if not len(memory.micro_batch.allocations) or states.total > limit:
+    if LOOP in memory.micro_batch.kernels or states.total > limit:
         return states
     # In one piece, states count as if they were at their fullest all the time.
     requests = requests_of(memory, states)
@@ -292,30 +287,16 @@ def requests_of(memory: Memory, states: Components) -> Requests:
     """Loading, and two steps: the second one's moments lie where the first one's activations were.
 
     If there are evaluations, one follows. All micro-batches after the second one are as the second.
+    With DeepSpeed and FSDP, each of `states` is there from the start, in one piece: what they
+    gather, and have in buckets, at the fullest moment too.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights
     workspace = workspace_bytes(run.hardware.capability)
-    accumulation, bucket = memory.accumulation, 0
+    accumulation, gradients_stay = memory.accumulation, not memory.viewed or memory.beside_views
     moments: list[int] = []  # are made in the first update
     temporaries: list[list[int]] = []  # groups of them, in each update
-    if memory.stage in (1, 2):
-        # As stage_1_and_2.py of DeepSpeed 0.19.8 makes it: trained weights are in one flat buffer;
-        # what they were copied from is given back (the cache is emptied for each group of
-        # Trainer's two). A bucket for gradients is there in each micro-batch. The update copies
-        # this GPU's share of the gradients, and makes it fp32.
-        width, share = weight_bytes(run), memory.share
-        frozen = [size * width for size, kind in weights.sizes if kind != TRAINED]
-        bucket, gradients_stay = REDUCE_BUCKET * width, memory.stage == 1
-        requests.allocate_all([*frozen, weights.trained * width, weights.buffer_bytes])
-        if not memory.offloads:
-            requests.allocate(FP32 * share)
-            moments = [round((optimizer_bytes_per_parameter(run) - FP32) * share / 2)] * 2
-        copies = [] if memory.offloads else [share * width, share * width, FP32 * share]
-        temporaries = [[*copies, memory.update]]
-    elif casts_the_model(run):
-        # With ZeRO-3 and FSDP, each of `states` is there from the start, in one piece: what they
-        # gather at the fullest moment too.
+    if casts_the_model(run):
         accumulation, gradients_stay = 1, False
         buffers = states.buffers - 2 * workspace
         requests.allocate_all([states.parameters, states.optimizer, states.gradients, buffers])
@@ -333,14 +314,11 @@ def requests_of(memory: Memory, states: Components) -> Requests:
         for size in trained:
             moments += [round(states.optimizer * size / sum(trained) / pieces)] * pieces
         temporaries = requests_of_update(run, weights, width)
-        gradients_stay = not memory.viewed or memory.beside_views
     requests.loaded = len(requests.events)
     for step in range(2):
-        buckets_of_step = [requests.allocate(bucket)] if bucket else []
         gradients = requests.micro_batch(memory.micro_batch, gradients_stay, 0 if step else workspace)
         if accumulation > 1:
             requests.micro_batch(memory.micro_batch, gradients_stay=False)
-        requests.free(buckets_of_step)
         if step == 0:
             requests.allocate_all(moments)
         for group in temporaries:

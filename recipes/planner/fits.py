@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake, one_line
-from recipes.legal.models import types_with_fused_loss
 from recipes.planner.allocator import with_cached
 from recipes.planner.memory import (
     EAGER,
     EVALUATION,
-    FUSED_LOSS,
     LOADING,
     LOOP,
     MATH,
@@ -31,19 +29,15 @@ from recipes.planner.memory import (
     recomputes,
 )
 from recipes.planner.speed import StepTime, step_time
-from recipes.rules.data_and_model import what_peft_accepts
-from recipes.rules.facts import mapping
+from recipes.rules.data_and_model import fuses_the_loss, what_peft_accepts
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Of the readings in tests/benchmarks/published.py two lie 3.5 % and 7.8 % above the plan, the
-# others at most 2 %: what their allocator reserved, not what was allocated.
+# Of what torch reserved in the readings of tests/benchmarks/published.py, one lies 3.5 % above the
+# plan, the others at most 1.6 %.
 MARGIN = 0.06
-# The parts of Liger's kernels that lower the memory. It replaces each unless `liger_kernel_config`
-# says otherwise.
-_LIGER = (FUSED_LOSS, "rms_norm", "swiglu", "geglu")
 
 
 # --- One model ------------------------------------------------------------------------------------
@@ -152,15 +146,10 @@ class Estimator:
             liger=self.liger(run),
         )
 
-    def liger(self, run: RunSpec) -> frozenset[str]:
-        """The parts of Liger's kernels that the run asks for, if the package has this model's."""
-        if not run["use_liger_kernel"] or run["task"] != "causal_lm":
-            return frozenset()
-        asked = mapping(run["liger_kernel_config"])
-        if run["label_smoothing_factor"]:  # Trainer asks for logits: Liger makes them if it gets no labels
-            asked[FUSED_LOSS] = False
-        has_them = self.config.model_type in types_with_fused_loss()
-        return frozenset(part for part in _LIGER if has_them and asked.get(part, True))
+    def liger(self, run: RunSpec) -> bool:
+        """True if Liger computes the loss. With label smoothing Trainer asks for the logits."""
+        of_this = replace(run, model={"model_type": self.config.model_type})
+        return fuses_the_loss(of_this) and not run["label_smoothing_factor"]
 
 
 def _adapters(run: RunSpec) -> Adapters | None:
@@ -187,25 +176,21 @@ def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run at one of its micro-batches on the requested GPU, with its time per step.
-
-    `fits_gpu` is about the GPU alone, `fits` about the RAM of a node too, if that is known.
-    `accumulation` keeps the global batch. `flags` are what the recipe needs in order to fit:
-    checkpointing, or a smaller evaluation. `moment` needs most on the GPU (memory.py). `notes` say
-    what it has that other plans have not, and what is not counted.
-    """
+    """A run at one of its micro-batches on the requested GPU, with its time per step."""
 
     run: RunSpec
-    fits: bool
+    fits: bool  # on the GPU, and in the RAM of a node too, if that is known
     micro_batch: int
-    accumulation: int
+    accumulation: int  # which keeps the global batch
     components: Components
     host_bytes_per_node: int
     time: StepTime
     fits_gpu: bool = True
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    moment: str = TRAINING
-    notes: tuple[str, ...] = ()
+    flags: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # needed in order to fit: checkpointing, a smaller evaluation
+    moment: str = TRAINING  # that needs most on the GPU (memory.py)
+    notes: tuple[str, ...] = ()  # what it has that other plans have not, and what is not counted
 
     @property
     def name(self) -> str:
@@ -315,7 +300,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(number, 0, -1) if number % size == 0]
 
 
-def _notes(run: RunSpec, kernels: frozenset[str], liger: frozenset[str], moment: str) -> Iterator[str]:
+def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> Iterator[str]:
     """Of attention that is not a fused kernel, of Liger and torch.compile, of loading.
 
     What Llama keeps from forward to backward is 0.64 to 0.86 of it if compiled (aot_eager with the
@@ -326,14 +311,12 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: frozenset[str], moment:
     if LOOP in kernels:
         yield "planned as transformers' own loop over a sequence: with a package of kernels the peak is lower"
         yield "what torch caches is not counted: nvidia-smi shows more"
-    if run["use_liger_kernel"] and not liger:
-        yield "planned without Liger's kernels, so the real peak is lower: they are not known for this model"
+    if run["use_liger_kernel"]:
+        yield f"Liger's kernels are not counted{', but for its loss' * liger}: the real peak is lower"
     if run["label_smoothing_factor"] and run["task"] == "causal_lm":
         yield "what label smoothing computes from the logits is not counted: the real peak is higher"
     if run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]:
-        graphs = (run["torch_compile_mode"] or "default") not in ("default", "max-autotune-no-cudagraphs")
-        higher = ", or with CUDA graphs higher, as their memory is apart" if graphs else ""
-        yield f"what torch.compile fuses or computes again is not counted: the real peak is lower{higher}"
+        yield "what torch.compile fuses or computes again is not counted: the peak is lower, with CUDA graphs higher"
     keeps = "which keeps batch x heads x length x length numbers in every layer"
     if EAGER in kernels:
         asked = "as asked for" if run["attn_implementation"] == "eager" else "this model's own"

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator
-from types import MethodType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from recipes.planner.memory import EAGER, FUSED_LOSS, MATH, PACKAGED
+from recipes.planner.memory import EAGER, MATH, PACKAGED
 
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 _F, _T = torch.nn.functional, torch.Tensor
@@ -39,7 +38,7 @@ _GROUPED_MATMULS = {
 class Operations(TorchFunctionMode):
     """Runs what a GPU of this compute capability runs; without one, what a CPU runs.
 
-    `kernels` are the names of the attention kernels that ran, EAGER for the model's own code.
+    `kernels` names the attention that is no fused kernel: EAGER is the model's own code.
     """
 
     def __init__(self, on_cuda: bool = True, capability: tuple[int, int] = (8, 0)) -> None:
@@ -74,13 +73,12 @@ class Operations(TorchFunctionMode):
         query, key, value = _as_autocast(query, key, value)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             (attn_mask,) = _as_autocast(attn_mask)
-        kernel = kernel_of(self.capability, query, key, value, attn_mask, dropout_p, enable_gqa)
-        self.kernels.add(kernel)
-        if kernel == MATH:
-            with torch.autocast("cpu", enabled=False):
-                return _math(query, key, value, attn_mask, dropout_p, is_causal)
-        bias = _as_bias(attn_mask, query) if attn_mask is not None else None
-        return _Fused.apply(query, key, value, bias)
+        if is_fused(self.capability, query, key, value, attn_mask, enable_gqa):
+            return _Fused.apply(query, key, value, None if attn_mask is None else _as_bias(attn_mask, query))
+        self.kernels.add(MATH)
+        with torch.autocast("cpu", enabled=False):
+            kept = (query, key, value, attn_mask, dropout_p, is_causal)
+            return torch.ops.aten._scaled_dot_product_attention_math(*kept, enable_gqa=enable_gqa)[0]
 
     def _softmax(self, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
         """softmax(scores, dim, dtype) in its forms: memory does not depend on the dimension."""
@@ -146,70 +144,29 @@ class _GroupedMatmul(torch.autograd.Function):
 # --- Attention ------------------------------------------------------------------------------------
 
 
-def kernel_of(
-    capability: tuple[int, int], query, key, value, mask=None, dropout: float = 0.0, grouped: bool = False
-) -> str:
-    """The first kernel that takes these: select_sdp_backend of torch's cuda/sdp_utils.cpp.
+def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
+    """True if a fused kernel takes these: flash, efficient or cuDNN's, all of which keep the same.
 
-    The flash kernel needs 8.0, 16 bits, equal head sizes of at most 256 (less to train on 8.6
-    to 8.9 and 12), and no mask. The efficient one takes masks, head sizes by the alignment of
-    its products, and before 8.0 no bfloat16; up to torch 2.13 it refuses groups of heads
-    (later ones take them: then a plan is above the truth). So a card below 8.0 has only the
+    As select_sdp_backend of torch's cuda/sdp_utils.cpp. The flash kernel needs 8.0, 16 bits, equal
+    head sizes of at most 256, and no mask. The efficient one takes masks, head sizes by the
+    alignment of its products, and before 8.0 no bfloat16; up to torch 2.13 it refuses groups of
+    heads (later ones take them: then a plan is above the truth). So a card below 8.0 has only the
     math kernel for grouped heads without a mask (with one transformers repeats them), and for
-    bfloat16, and every card has only that for grouped fp32. cuDNN's, which a 9.0 or 10.0
-    prefers for the same shapes, keeps what the flash kernel keeps.
+    bfloat16, and every card has only that for grouped fp32.
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
     modern = capability >= (8, 0)
     equal_heads = query.shape[-3] == key.shape[-3] == value.shape[-3]
     if query.dim() != 4 or not (equal_heads or grouped):
-        return MATH
-    if modern and half and mask is None and len(sizes) == 1 and _flash_trains(capability, max(sizes), dropout):
-        return "flash"
+        return False
+    if modern and half and mask is None and len(sizes) == 1 and max(sizes) <= 256:
+        return True
     if not equal_heads:
-        return MATH if mask is None or capability[0] not in (9, 10) or not half else "cudnn"
+        return mask is not None and half and capability[0] in (9, 10)  # cuDNN's
     alignment = max(4 if modern else 1, (8 if half else 4) if modern or (half and capability[0] == 7) else 1)
     fits = query.shape[-1] == key.shape[-1] and not any(size % alignment for size in sizes)
-    if fits and (modern or query.dtype != torch.bfloat16) and query.dtype != torch.float64:
-        return "efficient"
-    return MATH
-
-
-def _flash_trains(capability: tuple[int, int], size: int, dropout: float) -> bool:
-    """check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 of sdp_utils.cpp."""
-    if (8, 6) <= capability <= (8, 9) or capability[0] == 12:
-        return size <= 192 or (224 < size <= 256 and not dropout)
-    return size <= 256
-
-
-def _math(query, key, value, mask, dropout: float, causal: bool) -> torch.Tensor:
-    """_scaled_dot_product_attention_math of ATen/native/transformers/attention.cpp.
-
-    It computes in fp32, scales queries and keys, repeats keys and values for groups of heads,
-    and takes a softmax that gives 0 for rows without any key.
-    """
-    dtype, groups = query.dtype, query.shape[-3] // key.shape[-3]
-    query, key, value = (tensor.float() if dtype in _IN_16_BITS else tensor for tensor in (query, key, value))
-    query = query * 1.0
-    if causal:
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ (key.transpose(-2, -1) * 1.0)
-    # torch's _safe_softmax (ATen/native/SoftMax.cpp) adds the mask in place, and looks for rows
-    # without any key, which takes a byte for each score and a second result.
-    looked_for = torch.empty_like(scores), torch.empty_like(scores, dtype=torch.bool)
-    weights = _Softmax.apply(scores, scores.dtype)
-    del scores, looked_for
-    if dropout:
-        weights = _dropout(weights, dropout)
-    in_asked_dtype = weights.to(dtype)  # the second result, which nobody takes
-    result = (weights @ value).to(dtype)
-    del in_asked_dtype
-    return result
+    return fits and (modern or query.dtype != torch.bfloat16) and query.dtype != torch.float64
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -288,37 +245,17 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
 
 
-# --- Liger's kernels ------------------------------------------------------------------------------
+# --- Liger's loss ---------------------------------------------------------------------------------
 
 
-def apply_liger(model: Any, parts: Collection[str], capability: tuple[int, int]) -> None:
-    """Replace the loss, the norms, and gated products of layers that have a projection for each.
-
-    As read in liger-kernel 0.8.5. Only what lowers the memory is replaced: its rotary embedding
-    works in place, which is one tensor of one layer less for a moment.
-    """
-    if FUSED_LOSS in parts:
-        _fuse_loss(model, capability)
-    for module in model.modules():
-        is_norm = type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None
-        if is_norm and "rms_norm" in parts:
-            module.forward = MethodType(lambda self, rows: _Norm.apply(rows, self.weight), module)
-        is_gated = all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn"))
-        if is_gated and {"swiglu", "geglu"} <= set(parts):  # a model has one of them
-            module.forward = MethodType(_gated, module)
-
-
-def _fuse_loss(model: Any, capability: tuple[int, int]) -> None:
+def fuse_loss(model: Any, capability: tuple[int, int]) -> None:
+    """Replace head and loss as liger-kernel 0.8.5 does, so that no logits are made as a whole."""
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
-    head.forward = lambda hidden: hidden  # no logits are made
+    head.forward = lambda hidden: hidden
     model.loss_function = lambda logits, *_, **__: _Loss.apply(
         logits.reshape(-1, logits.shape[-1]), weight, bias, capability
     )
-
-
-def _gated(self: Any, rows: torch.Tensor) -> torch.Tensor:
-    return self.down_proj(_Gated.apply(self.gate_proj(rows), self.up_proj(rows)))
 
 
 class _Loss(torch.autograd.Function):
@@ -355,38 +292,6 @@ class _Loss(torch.autograd.Function):
         of_rows, *others = ctx.saved_tensors
         has_weight, has_bias = ctx.has
         return of_rows, others.pop(0) if has_weight else None, others.pop(0) if has_bias else None, None
-
-
-class _Norm(torch.autograd.Function):
-    """ops/rms_norm.py: keeps its input and a number for each row.
-
-    The backward writes into the gradient that it gets, but for Gemma and a few others, which take
-    one tensor more: it is counted for all.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, weight):
-        ctx.save_for_backward(rows, weight, torch.empty(rows.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(rows)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        rows, weight, _ = ctx.saved_tensors
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        return torch.empty_like(rows), of_weight
-
-
-class _Gated(torch.autograd.Function):
-    """ops/swiglu.py and geglu.py: keep both inputs, and write their gradients over them."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return torch.empty_like(gate)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return ctx.saved_tensors
 
 
 # --- Weights in 4 bits, as bitsandbytes and peft have them ----------------------------------------

@@ -108,12 +108,6 @@ class Context:
 # when they are first called, which torch asks of CUDA (CUDA_MODULE_LOADING=LAZY).
 _READ = {
     "T4": (140.875, "torch 2.10, CUDA 12.8, github.com/Anassbzdd/fitcheck"),
-    # 256 MiB were read before a step. That T4 had 105 then: a guess that others load as much.
-    "RTX 3090": (
-        256 + 140.875 - 105,
-        "256 idle, and a guess for what a step loads: driver 610.43, torch 2.7, CUDA 12.8, "
-        "github.com/invoke-ai/InvokeAI/issues/9413",
-    ),
     "A100": (426, "driver 535.183, CUDA 12.2, github.com/pytorch/torchrec/pull/3580"),
 }
 

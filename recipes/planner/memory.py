@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -29,7 +29,6 @@ PACKAGED = "recipes_packaged"
 EAGER, MATH = "eager", "math"
 
 LOOP = "loop"  # over a sequence, in the model's own code
-FUSED_LOSS = "fused_linear_cross_entropy"  # Liger's: no logits are made
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
 # The columns of a trace's allocations. Time is counted in allocations, those that were made before.
@@ -42,124 +41,93 @@ ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of
 
 @dataclass(frozen=True)
 class Weights:
-    """Counts of a model's parameters, and the bytes of its buffers.
-
-    total              all parameters
-    trained            those with a gradient
-    in_4_bits          those that are stored in 4 bits
-    trained_embedding  those in embeddings that are trained
-    largest_layer      those of the largest layer
-    largest_parameter  those of the largest single tensor
-    outside_layers     those in no layer: embeddings and the head
-    looked_up          those of an input embedding that is not tied to the head: a lookup, no FLOPs
-    layers             those of each layer, in order; none if it is not known which they are
-    sizes              of each tensor of them: TRAINED, IN_4_BITS or FROZEN
-    matrices           those of each tensor that is trained and no vector
-    file_width         bytes of a parameter in the model's files, fp32's if they are unknown
-    """
+    """Counts of a model's parameters, and the bytes of its buffers."""
 
     total: int
     trained: int
     in_4_bits: int = 0
-    trained_embedding: int = 0
+    trained_embedding: int = 0  # in embeddings that are trained
     largest_layer: int = 0
-    largest_parameter: int = 0
-    outside_layers: int = 0
-    looked_up: int = 0
+    largest_parameter: int = 0  # of the largest single tensor
+    outside_layers: int = 0  # in no layer: embeddings and the head
+    looked_up: int = 0  # of an input embedding that is not tied to the head: a lookup, no FLOPs
     buffer_bytes: int = 0
-    layers: tuple[int, ...] = ()
-    sizes: tuple[tuple[int, str], ...] = ()
-    matrices: tuple[int, ...] = ()
-    file_width: int = 4
+    layers: tuple[int, ...] = ()  # of each layer, in order; none if it is not known which they are
+    sizes: tuple[tuple[int, str], ...] = ()  # of each tensor: TRAINED, IN_4_BITS or FROZEN
+    matrices: tuple[int, ...] = ()  # of each tensor that is trained and no vector
+    file_width: int = 4  # bytes of a parameter in the model's files, fp32's if they are unknown
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA of rank `rank` on `targets`, or DoRA.
-
-    `four_bits` is the name of the dtype that 4-bit base weights compute in, None without them.
-    `in_fp32` is false if they compute in the weights' dtype: DeepSpeed and FSDP cast them too.
-    """
+    """LoRA of rank `rank` on `targets`, or DoRA."""
 
     rank: int
     targets: tuple[str, ...] | str = "all-linear"
     dropout: float = 0.0
-    four_bits: str | None = None
-    in_fp32: bool = True
+    four_bits: str | None = None  # the dtype that 4-bit base weights compute in
+    in_fp32: bool = True  # not with DeepSpeed and FSDP, which cast them to the weights' dtype
     dora: bool = False
 
 
 @dataclass(frozen=True)
 class Case:
-    """One micro-batch to trace: `batch` sequences of `length` tokens.
-
-    `dtype` (of the weights) and `autocast` are names of torch dtypes. `mask`: the batch is padded,
-    or has several sequences in a row. `on_cuda`: operations keep what they keep on a GPU of this
-    compute capability, not on a CPU. `attention` is transformers' name for it, None if it chooses,
-    PACKAGED for FlashAttention's package and the like. `evaluation`: a forward without gradients,
-    by a model in eval mode. `liger`: the parts of that package's kernels, by the names of
-    `liger_kernel_config`.
-    """
+    """One micro-batch to trace: `batch` sequences of `length` tokens. Dtypes are torch's names."""
 
     batch: int
     length: int
     task: str = "causal_lm"
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the weights
     autocast: str | None = None
     checkpointing: bool = False
-    attention: str | None = None
-    mask: bool = True
+    attention: str | None = None  # transformers' name; PACKAGED for FlashAttention's package and the like
+    mask: bool = True  # the batch is padded, or has several sequences in a row
     adapters: Adapters | None = None
-    on_cuda: bool = True
-    evaluation: bool = False
+    on_cuda: bool = True  # operations keep what they keep on a GPU of this compute capability, not on a CPU
+    evaluation: bool = False  # a forward without gradients, by a model in eval mode
     capability: tuple[int, int] = (8, 0)
-    liger: frozenset[str] = frozenset()
+    liger: bool = False  # that package computes the loss, without logits as a whole
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
-    `moments` are rows of the bytes alive: activations, logits and gradients of the parameters, each
-    from the moment it is complete. The first `forward` moments, and `made_forward` of the
-    `allocations`, lead up to the loss. There are no allocations if they are not known. `kernels`
-    are the names of the attention kernels that ran. `made_by` names what made each allocation.
+    The first `made_forward` of the `allocations` lead up to the loss. `kernels` are the names of
+    the attention kernels that ran. `made_by` names what made each allocation.
     """
 
-    moments: np.ndarray
-    forward: int
-    allocations: np.ndarray = field(default_factory=lambda: np.empty((0, 4), int))
-    made_forward: int = 0
+    allocations: np.ndarray
+    made_forward: int
     kernels: frozenset[str] = frozenset()
     made_by: Sequence[object] = ()
 
+    @cached_property
+    def moments(self) -> np.ndarray:
+        """Rows of the bytes alive: activations, logits, and gradients from when they are complete.
 
-NOTHING = Traced(np.zeros((1, 3), int), forward=1)  # without activations and logits
+        There are two moments after each allocation: before gradients that are complete then count
+        as such, and after.
+        """
+        if not len(self.allocations):
+            return np.zeros((1, 3), int)
+        sizes, freed, complete, logits = self.allocations.T
+        sizes = -(-sizes // ROUNDING) * ROUNDING
+        end = len(sizes)
+
+        def at(times: np.ndarray, change: np.ndarray) -> np.ndarray:
+            """The sum of the changes up to each moment."""
+            there = times <= end
+            return np.bincount(times[there], change[there], end + 1).astype(int).cumsum()[1:]
+
+        alive, wide = (part.cumsum() - at(freed + 1, part) for part in (sizes, sizes * logits))
+        moments = np.empty((2 * end, 3), int)
+        for place, gradients in enumerate((at(complete + 1, sizes), at(complete, sizes))):
+            moments[place::2] = np.stack((alive - wide - gradients, wide, gradients), axis=1)
+        return moments
 
 
-def traced_of(
-    allocations: np.ndarray,
-    made_forward: int,
-    kernels: frozenset[str] = frozenset(),
-    made_by: Sequence[object] = (),
-) -> Traced:
-    """The trace with these allocations. It has two moments after each of them: before gradients
-    that are complete then count as such, and after.
-    """
-    sizes, freed, complete, logits = allocations.T
-    sizes = -(-sizes // ROUNDING) * ROUNDING
-    end = len(sizes)
-
-    def at(times: np.ndarray, change: np.ndarray) -> np.ndarray:
-        """The sum of the changes up to each moment."""
-        there = times <= end
-        return np.bincount(times[there], change[there], end + 1).astype(int).cumsum()[1:]
-
-    alive, wide = (part.cumsum() - at(freed + 1, part) for part in (sizes, sizes * logits))
-    moments = np.empty((2 * end, 3), int)
-    for place, gradients in enumerate((at(complete + 1, sizes), at(complete, sizes))):
-        moments[place::2] = np.stack((alive - wide - gradients, wide, gradients), axis=1)
-    return Traced(moments, 2 * made_forward, allocations, made_forward, kernels, made_by)
+NOTHING = Traced(np.empty((0, 4), int), 0)  # without activations and logits
 
 
 @dataclass(frozen=True)
@@ -276,19 +244,15 @@ _IN_4_BITS = 0.5 + FP32 / 128  # torchao/optim/adam.py: blocks of 128
 _IN_FP32 = ("adafactor", "lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_32bit")  # whatever the weights' dtype
 
 # Temporaries of torch's update of all parameters at once (foreach, its choice on a GPU), in copies
-# of them: without weight decay, and how many more with. On a CPU it takes no more.
-_TEMPORARIES = {"adamw_torch": (1, 0), "adagrad": (2, 0), "rmsprop": (1, 1), "sgd": (0, 1)}
+# of them: at most, as weight decay or momentum of some optimizers takes one more.
+_TEMPORARIES = {"adamw_torch": 1, "adagrad": 2, "rmsprop": 2, "sgd": 1}
 
 
 def moments_of(run: RunSpec) -> float:
     """Numbers that the optimizer keeps of each trained parameter."""
-    optim = str(run["optim"])
-    kept = next((count for name, count in _MOMENTS.items() if optim.removeprefix("paged_").startswith(name)), 2)
-    if optim not in ("sgd", "rmsprop"):
-        return kept
-    words = (run["optim_args"] or "").replace(" ", "").split(",")
-    given = dict(word.split("=") for word in words if word.count("=") == 1)
-    return kept + (float(given.get("momentum", 0)) > 0) + (given.get("centered", "").lower() in ("true", "1", "yes"))
+    optim = str(run["optim"]).removeprefix("paged_")
+    kept = next((count for name, count in _MOMENTS.items() if optim.startswith(name)), 2)
+    return kept + ("momentum" in str(run["optim_args"]))
 
 
 def few_bits(run: RunSpec) -> float | None:
@@ -311,9 +275,8 @@ def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[
     `update` of the one before. Trainer updates norms and biases apart, and they are small.
     """
     if run["optim"] != "adafactor":
-        copies, more = _TEMPORARIES.get(str(run["optim"]), (0, 0))
         trained = [size for size, kind in weights.sizes if kind == TRAINED] or [weights.trained]
-        return [[size * width for size in trained] * (copies + (run["weight_decay"] > 0) * more)]
+        return [[size * width for size in trained] * _TEMPORARIES.get(str(run["optim"]), 0)]
     matrices = weights.matrices or (min(weights.trained, weights.largest_parameter),)
     pairs = list(pairwise(matrices)) or [(matrices[0], 0)]
     return [[FP32 * max(pair)] * (2 if width == FP32 else 4) + [FP32 * min(pair)] for pair in pairs]
@@ -394,7 +357,7 @@ class Memory:
 
     def _fullest(self, states: Components, traced: Traced, accumulation: int) -> Components:
         """These states with what is added to them when a micro-batch needs most."""
-        alive, logits, made = np.asarray(traced.moments).T
+        alive, logits, made = traced.moments.T
         gathered = sent = 0 * made  # parameters at once, and buffers for sending
         if self.kind != "fsdp":
             # Gradients appear one by one while activations are freed, unless all exist throughout:
@@ -404,7 +367,7 @@ class Memory:
             gradients = np.full_like(made, self.gradients) if stays else made
         else:
             done = made / max(1, made[-1])
-            is_forward = np.arange(len(done)) < traced.forward
+            is_forward = np.arange(len(done)) < 2 * traced.made_forward
             gathered, gradients, sent = self._held_by_fsdp(done, is_forward, logits > 0)
             scattered = self.gradients * done
             if accumulation > 1 and syncs_each_micro_batch(self.run):  # those of the micro-batches before
@@ -519,17 +482,17 @@ class Memory:
         width = weight_bytes(self.run)
         if self.kind != "deepspeed" or not self.gradients:
             return self.gradients
-        copied = self.share * width + self._at_once * (width + (FP32 if width < FP32 else 0))
-        return copied if self.stage > 1 else max(copied, self.gradients + self.share * width)
+        copied = self._share * width + self._at_once * (width + (FP32 if width < FP32 else 0))
+        return copied if self.stage > 1 else max(copied, self.gradients + self._share * width)
 
     @property
-    def share(self) -> int:
+    def _share(self) -> int:
         """Trained parameters that one GPU updates if they are shared."""
         return math.ceil(self.weights.trained / shards(self.run))
 
     @property
     def _at_once(self) -> int:
-        return min(self.share, SUB_GROUP) if self.stage == 3 else self.share
+        return min(self._share, SUB_GROUP) if self.stage == 3 else self._share
 
     @cached_property
     def optimizer(self) -> int:

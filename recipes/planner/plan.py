@@ -1,4 +1,7 @@
-"""`plan_memory`: which recipe fits a GPU, at which micro-batch, and its memory, before it runs."""
+"""`plan_memory`: which recipe fits a GPU, at which micro-batch, and its memory, before it runs.
+
+If none fits, the plan has the steps to try, each with what it saves.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,20 @@ import contextlib
 import gc
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.errors import Problem, UserError, mistake, plural
+from recipes.legal.schema import package_folder
 from recipes.planner.fits import Estimator, Planned, Planner, asks_for_a_micro_batch
 from recipes.planner.measured import Context, context_of, host_of
-from recipes.planner.next_steps import NextStep, NextSteps, Request
 from recipes.planner.sizes import description, is_size, read_config
 from recipes.planner.speed import link_of, mfu_of, unknown_compute
-from recipes.run import RunSpec, here, known_gpus, resolve, with_flags
-from recipes.run.hardware import Gpu
+from recipes.rules.check import require_legal
+from recipes.run import Json, RunSpec, Settings, here, known_gpus, resolve, with_flags
+from recipes.run.hardware import Gpu, Hardware
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -31,43 +35,33 @@ class Plan:
     """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
 
     The fastest takes the least time in the parts of a step that are known; of equal ones it is the
-    first that computes nothing twice. `choices` are the ways to split the global batch of the
-    recommended recipe, or of the first one if none fits; in that case `next_steps` are the changes
-    to try, in order. If only offload fits, they are what fits without it: other settings, and
-    adapters. `short_of_ram`: nothing fits, and what was asked for lacks only RAM of the nodes.
-    `command` is the whole one for the recommended recipe, empty if none fits, `advice` what
-    `recipes check` says of it, or of what was asked for. `refused` maps the name of each recipe
-    that is not legal with these flags to the reason. `length` is below `asked_length` if the model
-    has fewer positions. `mfu` and `bandwidth` (bytes per second, None if unknown) are what the
-    times assume, `mfu_source`, `link` and `host_source` where that comes from. `unknown_compute`
-    says why times leave compute out, empty if they do not: then `mfu` has no effect. `shape`
-    describes a model that was asked for by its size, empty for another.
+    first that computes nothing twice.
     """
 
     model: str
-    shape: str
+    shape: str  # of a model that was asked for by its size, empty for another
     parameters: int
     trained: int
     gpu: str
     usable_bytes: int
     usable_host_bytes: int | None
-    length: int
+    length: int  # below `asked_length` if the model has fewer positions
     asked_length: int
     recipes: tuple[Planned, ...]
     recommended: str | None
-    command: str
-    advice: tuple[Problem, ...]
-    short_of_ram: bool
-    choices: tuple[Planned, ...]
-    next_steps: tuple[NextStep, ...]
-    refused: dict[str, str]
-    mfu: float
+    command: str  # the whole one for the recommended recipe, empty if none fits
+    advice: tuple[Problem, ...]  # by `recipes check`, on the recommended one or on what was asked for
+    short_of_ram: bool  # nothing fits, and what was asked for lacks only RAM of the nodes
+    choices: tuple[Planned, ...]  # the splits of the global batch: of the recommended recipe, or of the first
+    next_steps: tuple[NextStep, ...]  # to try if nothing fits; beside offload, what fits without it
+    refused: dict[str, str]  # the recipes that are not legal with these flags, and why
+    mfu: float  # what times assume; so are the next three
     mfu_source: str
-    bandwidth: float | None
+    bandwidth: float | None  # bytes per second, None if unknown
     link: str
     context: Context
     host_source: str
-    unknown_compute: str
+    unknown_compute: str  # why times leave compute out, empty if they do not: then `mfu` has no effect
 
 
 def plan_memory(
@@ -100,9 +94,7 @@ def plan_memory(
         raise mistake("num_processes", what, f"a multiple of {nodes}")
     card = _card(gpu, gpu_memory)
     mfu, mfu_source = (mfu, "--mfu") if mfu else mfu_of(card.name)
-    bytes_per_second, link = (
-        link_of(card, num_processes, nodes) if bandwidth is None else (bandwidth * 1e9, "--bandwidth")
-    )
+    bytes_per_second, link = (bandwidth * 1e9, "--bandwidth") if bandwidth else link_of(card, num_processes, nodes)
     name = str(model) if isinstance(model, (str, Path)) else model.name_or_path
     request = Request(name, None, card, num_processes, nodes, tuple(argv), accelerate_config)
     names = _names(recipe, argv, accelerate_config, num_processes)
@@ -110,17 +102,15 @@ def plan_memory(
     config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
     request = replace(request, config=config.to_dict())
     gc.freeze()  # else each collection goes through all of torch and transformers: a fifth of a plan's time
-    estimator = Estimator(config)
     host = round(host_memory * 1e9) if host_memory else None
-    planner = Planner(estimator, card.memory_bytes, host, mfu, bytes_per_second)
+    planner = Planner(Estimator(config), card.memory_bytes, host, mfu, bytes_per_second)
     legal, refused = _legal_runs(request, names)
     planned = [_made_to_fit(run, request, planner) for run in legal]
     fitting = [entry for entry in planned if entry.fits]
     fastest = min(fitting, key=lambda entry: (entry.time.known, "gradient_checkpointing" in entry.flags), default=None)
     best = fastest or planned[0]
     row = next((entry for entry in planned if entry.name == "standard"), planned[0])
-    batch = {"per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
-    weights, run = estimator.weights(best.run), best.run
+    weights, run = planner.estimator.weights(best.run), best.run
     return Plan(
         model=name or config.model_type,
         shape=description(name) if is_size(name) else "",
@@ -129,15 +119,15 @@ def plan_memory(
         gpu=card.name,
         usable_bytes=planner.usable,
         usable_host_bytes=host,
-        length=estimator.length(run),
+        length=planner.estimator.length(run),
         asked_length=run["max_length"],
         recipes=tuple(planned),
         recommended=fastest.name if fastest else None,
-        command=request.command(best.name, **{**best.flags, **batch}) if fastest else "",
-        advice=tuple(request.advice(run)),
+        command=request.command(fastest) if fastest else "",
+        advice=tuple(require_legal(run)),
         short_of_ram=fastest is None and row.fits_gpu,
         choices=tuple(planner.splits(best)),
-        next_steps=tuple(NextSteps(request, planner, row).beside(fastest)),
+        next_steps=tuple(_next_steps(request, planner, row, fastest)),
         refused=refused,
         mfu=mfu,
         mfu_source=mfu_source,
@@ -155,6 +145,73 @@ def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int | None = 
     return planner.best(run) if usable_bytes else planner.at(run, run.batch.micro)
 
 
+# --- What is asked for ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for a plan: the model, its configuration, the cards and nodes, the flags.
+
+    `model` is as the user wrote it, empty for a configuration without a name. `config` is None
+    until it is read: the rules then judge what they know without it.
+    `accelerate_config` is the user's Accelerate YAML, None without one.
+    """
+
+    model: str
+    config: Json | None
+    card: Gpu
+    num_processes: int
+    nodes: int
+    argv: tuple[str, ...]
+    accelerate_config: str | None
+
+    def run(self, recipe: str, **flags: object) -> RunSpec:
+        """The run of this recipe with `flags` replaced. Raises `UserError` if that is not legal."""
+        local = self.num_processes // self.nodes
+        liger = package_folder("liger_kernel") is not None
+        place = here(
+            self.num_processes,
+            self.accelerate_config,
+            local,
+            hardware=Hardware((self.card,) * local, cores=8 * local, liger=liger),
+            environment={},
+            trained_by="nobody",
+            packages=frozenset(),
+        )
+        words = ["--recipe", recipe, "--model_name_or_path", self.model or "YOUR_MODEL", *self._with(flags)]
+        run = replace(resolve(words, place), model=self.config)
+        require_legal(run)
+        return run
+
+    def command(self, entry: Planned, **flags: object) -> str:
+        """The whole command for a planned run that has these flags, as text for a shell.
+
+        On several nodes it is one for Slurm.
+        """
+        batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
+        known = self.model and not is_size(self.model) and not Path(self.model).is_file()
+        model = ["--model_name_or_path", self.model if known else "YOUR_MODEL"]
+        if not known and self._asked.explicit("model_name_or_path"):  # in --config's file
+            model = []
+        data = [] if self._asked["dataset_name"] else ["--dataset_name", "YOUR_DATA"]
+        words = ["--recipe", entry.name, *model, *self._with({**flags, **entry.flags, **batch}), *data]
+        yaml = ["--accelerate_config", self.accelerate_config] if self.accelerate_config else []
+        if self.nodes == 1:
+            return shlex.join(["recipes", "train", *yaml, "--num_processes", str(self.num_processes), *words])
+        nodes = ["--nodes", str(self.nodes), "--gpus_per_node", str(self.num_processes // self.nodes)]
+        return shlex.join(["recipes", "submit", "slurm", *yaml, *nodes, *words[:2], "--", *words[2:]])
+
+    def _with(self, flags: Settings) -> list[str]:
+        """The user's flags with these in their place, and the user's global batch in any case."""
+        if asks_for_a_micro_batch(self._asked) and "per_device_train_batch_size" in flags:
+            flags = {"global_batch_size": self._asked.batch.total, **flags}
+        return with_flags(self.argv, flags)
+
+    @property
+    def _asked(self) -> RunSpec:
+        return resolve(self.argv, here(self.num_processes, trained_by="nobody", environment={}))
+
+
 def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
     """The legal runs, and why the others are not. Raises the first `UserError` if none is legal."""
     runs: list[RunSpec] = []
@@ -167,25 +224,6 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
     if not runs:
         raise next(iter(refused.values()))
     return runs, {name: str(error) for name, error in refused.items()}
-
-
-def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
-    """The run as it fits best, with checkpointing if only that fits: it is faster than offload.
-
-    All that is changed leaves the training as it is. A note says what was changed.
-    """
-    entry = planner.best(run)
-    states = entry.total_bytes - entry.components.activations - entry.components.logits
-    if not entry.fits and states <= planner.usable and not run.explicit("gradient_checkpointing"):
-        flags = {"gradient_checkpointing": True}
-        with contextlib.suppress(UserError):
-            checkpointed = planner.best(request.run(run["recipe"], **flags))
-            if checkpointed.fits:
-                entry = replace(checkpointed, flags={**flags, **checkpointed.flags})
-    notes = [f"with {shlex.join(with_flags([], entry.flags))}; without it, no micro-batch fits"] if entry.flags else []
-    if entry.fits and asks_for_a_micro_batch(run) and entry.micro_batch < run.batch.micro:
-        notes.append(f"micro-batch {run.batch.micro} does not fit: {entry.micro_batch} is the largest that does")
-    return replace(entry, notes=(*notes, *entry.notes))
 
 
 def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None, processes: int) -> list[str]:
@@ -214,3 +252,128 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
     assert gpu
     known = known_gpus.find(gpu)
     return Gpu(known.name, known.capability, known.torch_bytes)
+
+
+def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
+    """The run as it fits best, with checkpointing if only that fits: it is faster than offload.
+
+    All that is changed leaves the training as it is. A note says what was changed.
+    """
+    entry = planner.best(run)
+    states = entry.total_bytes - entry.components.activations - entry.components.logits
+    if not entry.fits and states <= planner.usable and not run.explicit("gradient_checkpointing"):
+        flags = {"gradient_checkpointing": True}
+        with contextlib.suppress(UserError):
+            checkpointed = planner.best(request.run(run["recipe"], **flags))
+            if checkpointed.fits:
+                entry = replace(checkpointed, flags={**flags, **checkpointed.flags})
+    notes = [f"with {shlex.join(with_flags([], entry.flags))}; without it, no micro-batch fits"] if entry.flags else []
+    if entry.fits and asks_for_a_micro_batch(run) and entry.micro_batch < run.batch.micro:
+        notes.append(f"micro-batch {run.batch.micro} does not fit: {entry.micro_batch} is the largest that does")
+    return replace(entry, notes=(*notes, *entry.notes))
+
+
+# --- If no recipe fits ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """One change to try, and the plan of it."""
+
+    words: str  # the whole command, for the shell
+    planned: Planned
+    saves_bytes: int  # on each GPU, compared to the plan's row of what was asked for; may be below 0
+    saves_host_bytes: int  # in the RAM of each node
+    slowdown: str  # what the change costs in time
+
+    @property
+    def adapters(self) -> bool:
+        """True if the step trains them and not all weights."""
+        return self.planned.run["use_peft"]
+
+
+def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned | None) -> list[NextStep]:
+    """The changes to try if nothing fits, in order, or what fits beside offload if only that does.
+
+    `row` is the plan of what is asked for. No run comes twice: none takes as much as another. If
+    the GPU has room, only what needs less RAM of the node is a step. Beside offload, there is the
+    first step that fits on the GPUs alone, and the first such that trains adapters.
+    """
+    if best and best.run.engine.offload_optimizer == "none":
+        return []
+    found: dict[object, NextStep] = {}
+    for step in _every_step(request, planner, row):
+        run, entry = step.planned.run, step.planned
+        if best is None:
+            if (step.saves_host_bytes if row.fits_gpu else step.saves_bytes) > 0:
+                found.setdefault((entry.total_bytes, entry.host_bytes_per_node), step)
+        elif entry.fits and run.engine.offload_optimizer == "none" and run["max_length"] == row.run["max_length"]:
+            found.setdefault(step.adapters, step)
+            if step.adapters:
+                break
+    return list(found.values())
+
+
+def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[NextStep]:
+    """Each change as it fits best, with Liger's loss too if only the logits are too much.
+
+    Without those that are not legal here, or that peft refuses. An Accelerate YAML of the user's
+    holds for `standard`; a step to another recipe leaves it out.
+    """
+    for recipe, changes, slowdown in _changes(row.run, planner.estimator.length(row.run)):
+        with contextlib.suppress(UserError):
+            yield (step := _step(request, planner, row, recipe, changes, slowdown))
+            entry, fused = step.planned, {**changes, "use_liger_kernel": True}
+            without_logits = entry.total_bytes - entry.components.logits
+            if not entry.fits_gpu and without_logits <= planner.usable and not entry.run["use_liger_kernel"]:
+                cost = f"{slowdown}; Liger's loss makes the logits of a few tokens at a time"
+                step = _step(request, planner, row, recipe, fused, cost)
+                if planner.estimator.liger(step.planned.run):
+                    yield step
+
+
+def _step(request: Request, planner: Planner, row: Planned, recipe: str, changes: Settings, slowdown: str) -> NextStep:
+    dropped = [name for name, value in changes.items() if value is None and row.run.explicit(name)]
+    if request.accelerate_config and recipe not in ("standard", row.name):
+        request, dropped = replace(request, accelerate_config=None), [*dropped, "accelerate_config"]
+    entry = planner.best(request.run(recipe, **changes))
+    host = f"{entry.time.host:.0f} s" if entry.time.host >= 1 else f"{entry.time.host:.1g} s"
+    cost = "".join(f"without --{name}; " for name in dropped) + slowdown
+    needs_liger = entry.run["use_liger_kernel"] and not entry.run.hardware.liger
+    return NextStep(
+        words="pip install liger-kernel && " * needs_liger + request.command(entry, **changes),
+        planned=entry,
+        saves_bytes=row.total_bytes - entry.total_bytes,
+        saves_host_bytes=row.host_bytes_per_node - entry.host_bytes_per_node,
+        slowdown=cost.format(host=f"at least {host} per step"),
+    )
+
+
+def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]:
+    """In the order to try them: the recipe, the changed flags (None: left out), and the cost."""
+    checkpointed = {"gradient_checkpointing": True}
+    lora = {**checkpointed, "use_peft": True}
+    qlora = {**lora, "load_in_4bit": True}
+    in_16_bits = {**lora, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16"}
+    recomputed = "a third more compute (two forward passes)"
+    shared = "parameters are gathered, and gradients scattered, in every micro-batch"
+    several = asked.world_size > 1  # else there is nothing to share
+    yield asked["recipe"], {}, "none"
+    if several:
+        yield "sharded", {}, shared
+    yield "standard", checkpointed, recomputed
+    if several:
+        yield "sharded", checkpointed, f"{recomputed}; {shared}"
+    # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
+    # without, on a V100.
+    in_8_bits = {**checkpointed, "optim": "adamw_bnb_8bit"}
+    yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam: not slower where published"
+    yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"
+    yield "memory_zero3", {"optim": None}, f"{recomputed}; Adam and parameters on the host: {{host}}"
+    yield "standard", lora, "none: frozen weights save as much as the second forward pass costs"
+    if not asked["load_in_4bit"]:  # with which frozen weights have 4 bits already
+        yield "standard", in_16_bits, "none; frozen weights in 16 bits"
+        if several:
+            yield "sharded", in_16_bits, "frozen weights in 16 bits, gathered per micro-batch"
+    yield "standard", qlora, "weights are unpacked at each use; not measured"
+    yield "standard", {**qlora, "max_length": max(2, length // 2)}, "none, but half the context"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.errors import mistake
+from recipes.errors import mistake, one_line
 from recipes.quiet import silence
 from recipes.run import RunSpec
 from recipes.run.files import existing_path
@@ -33,33 +33,17 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
     try:
         with silence():
             try:
-                config = AutoConfig.from_pretrained(local or model, **origin, local_files_only=True)
+                return AutoConfig.from_pretrained(local or model, **origin, local_files_only=True)
             except OSError:
                 if local:
                     raise
-                config = AutoConfig.from_pretrained(model, **origin)
-            if trusted:
-                _register_code(config, str(local or model), revision)
+                return AutoConfig.from_pretrained(model, **origin)
     except Exception as error:  # each library involved has exceptions of its own
         if "trust_remote_code" in str(error):
             what = f"{model} comes with Python code"
             raise mistake("trust_remote_code", what, "read it, then --trust_remote_code") from None
-        words = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
         wanted = "a Hub id, a folder, a config.json or 7B"
-        raise mistake("model", f"{model} cannot be read: {words}", wanted) from None
-    return config
-
-
-def _register_code(config: PreTrainedConfig, model: str, revision: str) -> None:
-    """Register the classes that come with a model, so that the auto classes build them unasked."""
-    import transformers
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    folder = str(Path(model).parent) if model.endswith(".json") else model
-    for name, place in (getattr(config, "auto_map", None) or {}).items():
-        if name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
-            own = get_class_from_dynamic_module(place, folder, revision=revision)
-            getattr(transformers, name).register(type(config), own, exist_ok=True)
+        raise mistake("model", f"{model} cannot be read: {one_line(error)}", wanted) from None
 
 
 # --- A size, for the shape of a public model of about this size -----------------------------------
@@ -73,6 +57,7 @@ class Shape:
     """
 
     source: str
+    parameters: int
     model_type: str
     width: int
     inner: int
@@ -84,41 +69,29 @@ class Shape:
     head: int = 128
 
     @property
-    def attention(self) -> int:
-        """Parameters of a layer outside the MLP's matrices."""
-        queries, keys = self.heads * self.head, 2 * self.groups * self.head
-        biases = queries + keys if self.model_type == "qwen2" else 0
-        norms = 2 * self.width + (2 * self.head if self.model_type == "qwen3" else 0)
-        return self.width * (2 * queries + keys) + biases + norms
-
-    @property
     def tables(self) -> int:
         """Parameters of the embedding, of the head unless it is the same, and of the last norm."""
         return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
 
-    @property
-    def parameters(self) -> int:
-        return self.tables + self.layers * (self.attention + 3 * self.width * self.inner)
-
 
 # From the config.json of each on the Hub.
 PUBLIC = (
-    Shape("HuggingFaceTB/SmolLM2-135M", "llama", 576, 1536, 30, 9, 3, 49_152, tied=True, head=64),
-    Shape("HuggingFaceTB/SmolLM2-360M", "llama", 960, 2560, 32, 15, 5, 49_152, tied=True, head=64),
-    Shape("Qwen/Qwen2.5-0.5B", "qwen2", 896, 4864, 24, 14, 2, 151_936, tied=True, head=64),
-    Shape("Qwen/Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 151_936, tied=True),
-    Shape("meta-llama/Llama-3.2-1B", "llama", 2048, 8192, 16, 32, 8, 128_256, tied=True, head=64),
-    Shape("Qwen/Qwen2.5-1.5B", "qwen2", 1536, 8960, 28, 12, 2, 151_936, tied=True),
-    Shape("Qwen/Qwen3-1.7B", "qwen3", 2048, 6144, 28, 16, 8, 151_936, tied=True),
-    Shape("Qwen/Qwen2.5-3B", "qwen2", 2048, 11_008, 36, 16, 2, 151_936, tied=True),
-    Shape("meta-llama/Llama-3.2-3B", "llama", 3072, 8192, 28, 24, 8, 128_256, tied=True),
-    Shape("Qwen/Qwen3-4B", "qwen3", 2560, 9728, 36, 32, 8, 151_936, tied=True),
-    Shape("Qwen/Qwen2.5-7B", "qwen2", 3584, 18_944, 28, 28, 4, 152_064, tied=False),
-    Shape("meta-llama/Llama-3.1-8B", "llama", 4096, 14_336, 32, 32, 8, 128_256, tied=False),
-    Shape("Qwen/Qwen2.5-14B", "qwen2", 5120, 13_824, 48, 40, 8, 152_064, tied=False),
-    Shape("Qwen/Qwen2.5-32B", "qwen2", 5120, 27_648, 64, 40, 8, 152_064, tied=False),
-    Shape("meta-llama/Llama-3.1-70B", "llama", 8192, 28_672, 80, 64, 8, 128_256, tied=False),
-    Shape("meta-llama/Llama-3.1-405B", "llama", 16_384, 53_248, 126, 128, 8, 128_256, tied=False),
+    Shape("HuggingFaceTB/SmolLM2-135M", 134_515_008, "llama", 576, 1536, 30, 9, 3, 49_152, tied=True, head=64),
+    Shape("HuggingFaceTB/SmolLM2-360M", 361_821_120, "llama", 960, 2560, 32, 15, 5, 49_152, tied=True, head=64),
+    Shape("Qwen/Qwen2.5-0.5B", 494_032_768, "qwen2", 896, 4864, 24, 14, 2, 151_936, tied=True, head=64),
+    Shape("Qwen/Qwen3-0.6B", 596_049_920, "qwen3", 1024, 3072, 28, 16, 8, 151_936, tied=True),
+    Shape("meta-llama/Llama-3.2-1B", 1_235_814_400, "llama", 2048, 8192, 16, 32, 8, 128_256, tied=True, head=64),
+    Shape("Qwen/Qwen2.5-1.5B", 1_543_714_304, "qwen2", 1536, 8960, 28, 12, 2, 151_936, tied=True),
+    Shape("Qwen/Qwen3-1.7B", 1_720_574_976, "qwen3", 2048, 6144, 28, 16, 8, 151_936, tied=True),
+    Shape("Qwen/Qwen2.5-3B", 3_085_938_688, "qwen2", 2048, 11_008, 36, 16, 2, 151_936, tied=True),
+    Shape("meta-llama/Llama-3.2-3B", 3_212_749_824, "llama", 3072, 8192, 28, 24, 8, 128_256, tied=True),
+    Shape("Qwen/Qwen3-4B", 4_022_468_096, "qwen3", 2560, 9728, 36, 32, 8, 151_936, tied=True),
+    Shape("Qwen/Qwen2.5-7B", 7_615_616_512, "qwen2", 3584, 18_944, 28, 28, 4, 152_064, tied=False),
+    Shape("meta-llama/Llama-3.1-8B", 8_030_261_248, "llama", 4096, 14_336, 32, 32, 8, 128_256, tied=False),
+    Shape("Qwen/Qwen2.5-14B", 14_770_033_664, "qwen2", 5120, 13_824, 48, 40, 8, 152_064, tied=False),
+    Shape("Qwen/Qwen2.5-32B", 32_763_876_352, "qwen2", 5120, 27_648, 64, 40, 8, 152_064, tied=False),
+    Shape("meta-llama/Llama-3.1-70B", 70_553_706_496, "llama", 8192, 28_672, 80, 64, 8, 128_256, tied=False),
+    Shape("meta-llama/Llama-3.1-405B", 405_853_388_800, "llama", 16_384, 53_248, 126, 128, 8, 128_256, tied=False),
 )
 
 
@@ -140,9 +113,10 @@ def _shape_of(model: str) -> tuple[Shape, Shape]:
     public = min(PUBLIC, key=lambda shape: abs(math.log(shape.parameters / asked)))
     if abs(public.parameters / asked - 1) <= 0.02:
         return public, public
-    layers = max(1, round((asked - public.tables) / (public.parameters - public.tables) * public.layers))
-    left = (asked - public.tables) / layers - public.attention
-    return replace(public, layers=layers, inner=round(left / (3 * public.width) / 8) * 8), public
+    layer = (public.parameters - public.tables) / public.layers
+    layers = max(1, round((asked - public.tables) / layer))
+    missing = (asked - public.tables) / layers - layer  # in each of them
+    return replace(public, layers=layers, inner=public.inner + round(missing / (3 * public.width) / 8) * 8), public
 
 
 def config_of(model: str) -> PreTrainedConfig:

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from recipes.planner.kernels import Linear4bit, Operations, apply_liger, packaged_attention, quantise
+from recipes.planner.kernels import Linear4bit, Operations, fuse_loss, packaged_attention, quantise
 from recipes.planner.memory import (
     COMPLETE,
     FREED,
@@ -40,7 +41,6 @@ from recipes.planner.memory import (
     Case,
     Traced,
     Weights,
-    traced_of,
 )
 from recipes.quiet import silence
 
@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
     @property
     def moments(self) -> np.ndarray:
         """Bytes of activations, logits and gradients after each allocation."""
-        return traced_of(np.array(self.allocations), 0).moments
+        return Traced(np.array(self.allocations), 0).moments
 
     def ignore(self, tensors: list[torch.Tensor]) -> None:
         """Do not count the storages of these tensors, which existed before."""
@@ -136,14 +136,14 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
             allocations = np.array(live.allocations)  # before the model is freed
         for hook in hooks:
             hook.remove()
-    return traced_of(allocations, made_forward, frozenset(operations.kernels), live.made_by)
+    return Traced(allocations, made_forward, frozenset(operations.kernels), live.made_by)
 
 
 def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None) -> Weights:
     """Count the parameters of a model on torch's meta device, which allocates none of them."""
     with silence(), torch.device("meta"):
         with no_init_weights():
-            model = _auto_class(task).from_config(copy.deepcopy(config))
+            model = _of_config(config, task)
         model.tie_weights()
         if adapters:
             model = _with_adapters(model, adapters)
@@ -188,15 +188,21 @@ def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceCl
     return AutoModelForSequenceClassification if task == "sequence_classification" else AutoModelForCausalLM
 
 
+def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Module:
+    """A model in that shape; by the code that comes with it if that was trusted with the shape."""
+    own = type(config).__module__.startswith("transformers_modules.")
+    config = copy.deepcopy(config)  # a model notes its dtype and its attention there
+    return _auto_class(task).from_config(config, trust_remote_code=own, **how)
+
+
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     asked = {} if case.attention is None else {"attn_implementation": case.attention}
-    config = copy.deepcopy(config)  # a model notes its dtype and its attention there
     with no_init_weights():  # some draw numbers until all are near enough, which fake ones never are
-        model = _auto_class(case.task).from_config(config, dtype=getattr(torch, case.dtype), **asked)
+        model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.tie_weights()
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as launch/training/model.py
     if case.liger:
-        apply_liger(model, case.liger, case.capability)
+        fuse_loss(model, case.capability)
     if case.adapters:
         if case.checkpointing:
             model.enable_input_require_grads()  # as launch/training/model.py does
@@ -343,15 +349,12 @@ def at_batch(two: Traced, three: Traced, batch: float) -> Traced:
     sequence runs slightly different operations than two: on the models in the tests, its
     extrapolation is at most 0.2 % off. Raises `ValueError` if the two ran different operations.
     """
-    if not len(two.allocations):
-        moments = two.moments + (three.moments - two.moments) * (batch - 2)
-        return replace(two, moments=np.rint(moments).astype(int))
     one, other = two.allocations, three.allocations
     if len(one) != len(other) or (one[:, SIZE + 1 :] != other[:, SIZE + 1 :]).any():
         raise ValueError(_DIFFERENT)
     sizes = one[:, SIZE] + (other - one)[:, SIZE] * (batch - 2)
     allocations = np.column_stack((np.maximum(0, np.rint(sizes)).astype(int), one[:, SIZE + 1 :]))
-    return traced_of(allocations, two.made_forward, two.kernels)
+    return Traced(allocations, two.made_forward, two.kernels)
 
 
 def at_length(three: Sequence[Traced], length: float) -> Traced:
@@ -359,7 +362,8 @@ def at_length(three: Sequence[Traced], length: float) -> Traced:
 
     For models that loop over a sequence. Of each trace two moments are enough: where activations
     are fullest, and where all gradients are made: in between one grows as the other falls. They are
-    of the second degree in the length, as the scores of attention are.
+    of the second degree in the length, as the scores of attention are. Six allocations stand for
+    all of them: gradients, activations and logits of the first moment, and those of the second.
     """
     weights = [(length - 2) * (length - 3) / 2, -(length - 1) * (length - 3), (length - 1) * (length - 2) / 2]
     found = np.zeros((2, 3))
@@ -367,8 +371,11 @@ def at_length(three: Sequence[Traced], length: float) -> Traced:
         without_gradients, total = moments[:, :2].sum(1), moments.sum(1)
         found[0] += weight * moments[np.lexsort((moments[:, 2], without_gradients))[-1]]
         found[1] += weight * moments[np.lexsort((total, moments[:, 2]))[-1]]
-    moments = np.maximum(0, np.rint(found)).astype(int)
-    return Traced(moments, forward=1, kernels=three[0].kernels | {LOOP})
+    (alive, logits, made), (alive_then, logits_then, made_then) = np.rint(found)
+    first = [(made, NEVER, 0, 0), (alive, 3, NEVER, 0), (logits, 3, NEVER, 1)]
+    second = [(made_then - made, NEVER, 3, 0), (alive_then, NEVER, NEVER, 0), (logits_then, NEVER, NEVER, 1)]
+    six = np.maximum(0, [*first, *second]).astype(int)
+    return Traced(six, made_forward=3, kernels=three[0].kernels | {LOOP})
 
 
 def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
@@ -395,7 +402,7 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
         step = _step(two[first:last], after, (added, 0, -backward))
         found += [before[:first], *(before[first:] + step * place for place in range(times + 1))]
         found.append(rest + _step(one[last:], rest, around) * more)
-    return traced_of(np.concatenate(found), deeper.made_forward + more * forward, deeper.kernels)
+    return Traced(np.concatenate(found), deeper.made_forward + more * forward, deeper.kernels)
 
 
 def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import median
-from typing import Any
 
 from recipes.run import Settings, with_flags
 from recipes.scaling.analyse import Series, Size, Spread, spread
@@ -31,19 +31,15 @@ BEFORE = "before"  # a run with the present settings, beside one that tries a ch
 
 @dataclass(frozen=True)
 class Advice:
-    """One change. `gain` is the ratio of throughputs; `key` is its name for `scale run --apply`.
+    """One change."""
 
-    `same_training`: the global batch stays as it is. Timings of runs that try the change hold its
-    `title`: a run with another title is not compared with earlier ones.
-    """
-
-    key: str
-    title: str
+    key: str  # its name for `scale run --apply`
+    title: str  # which timings of runs that try it hold: another title is not compared with them
     why: str
-    gain: float
+    gain: float  # the ratio of throughputs
     num_processes: int
     flags: Settings = field(default_factory=dict)
-    same_training: bool = True
+    same_training: bool = True  # the global batch stays as it is
 
     @property
     def shown_flags(self) -> str:
@@ -60,43 +56,38 @@ def advise(size: Size, series: Series) -> list[Advice]:
     found = []
     if step and size.losses.undecided != "noise":
         for cause in size.losses.named:
-            found += list(_for(row, step, cause))
+            found += list(_for(row, cause))
         found += list(_larger_micro_batch(row, step))
-    found += _fewer_processes(size, series)
+    found += list(_fewer_processes(size, series))
     return sorted(found, key=lambda advice: (not advice.same_training, -advice.gain))
-
-
-def _waits_for_data(row: Timing) -> bool:
-    return (row.data_wait or 0.0) >= _HARDLY * (row.step_time or 0.0)
 
 
 # --- For each cause ------------------------------------------------------------------------------
 
 
-def _for(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
+def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
+    lost, step = cause.seconds, cause.step
     if cause.key == "communication" and row.engine == "ddp":  # ZeRO and FSDP have an exchange of their own
-        yield from _communication(row, step, cause.seconds)
+        yield from _communication(row, step, lost)
     elif cause.key == "contention":
         why = "`recipes doctor` lists what else uses cores, memory or the GPUs' host; fewer processes per node help too"
-        yield _advice("uncontended", "give each process cores of its own", why, row, step, cause.seconds)
+        yield _shorter("uncontended", "give each process cores of its own", why, row, step, lost)
     elif cause.key == "straggler":
         why = "all processes wait for the slowest: `recipes doctor` finds its device; exclude or repair its node"
-        yield _advice("straggler", "replace the slow process's device", why, row, step, cause.seconds)
+        yield _shorter("straggler", "replace the slow process's device", why, row, step, lost)
     elif cause.key == "data":
-        yield _faster_data(row, step, cause.seconds)
-    elif cause.key == "work" and not row.hardware.startswith("CPU") and row.hardware:
-        if "torch_compile" not in row.command:
-            why = "fewer and larger kernels; this gain is the most that it can save"
-            flags = {"torch_compile": True, "packing": True}
-            yield _advice("compile", "compile the model", why, row, step, cause.seconds, flags)
-    elif cause.key == "logging":
-        yield _rarer(row, step, cause, f"log {_LOG_LESS} times less often", _LOG_LESS, "logging_steps")
-    elif cause.key == "saving":
-        title = f"save and evaluate {_SAVE_LESS} times less often"
-        yield _rarer(row, step, cause, title, _SAVE_LESS, "save_steps", "eval_steps")
+        yield _faster_data(row, step, lost)
+    elif cause.key in ("logging", "saving"):
+        title, times = f"log {_LOG_LESS} times less often", _LOG_LESS
+        if cause.key == "saving":
+            title, times = f"save and evaluate {_SAVE_LESS} times less often", _SAVE_LESS
+        names = ("logging_steps",) if cause.key == "logging" else ("save_steps", "eval_steps")
+        flags = {name: steps * times for name in names if (steps := getattr(row, name))}
+        why = f"it then takes 1/{times} of {milliseconds(lost)} per step"
+        yield _shorter(cause.key, title, why, row, step, lost * (1 - 1 / times), flags)
 
 
-def _advice(
+def _shorter(
     key: str, title: str, why: str, row: Timing, step: float, less: float, flags: Settings | None = None
 ) -> Advice:
     """A change that makes a step of `step` seconds `less` seconds shorter."""
@@ -107,18 +98,19 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     if row.syncs and row.syncs > 1:
         flags = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}'}
         why = f"{row.syncs:.0f} exchanges per step where one is enough: none is needed between micro-batches"
-        less = waits * (1 - 1 / row.syncs)
-        yield _advice("sync_once", "exchange gradients once a step", why, row, step, less, flags)
+        yield _shorter(
+            "sync_once", "exchange gradients once a step", why, row, step, waits * (1 - 1 / row.syncs), flags
+        )
     whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the part that is hidden
-    if row.sync_bytes and volume_bound(row) and "ddp_comm_hook" not in row.command:
+    if row.sync_bytes and _volume_bound(row) and "ddp_comm_hook" not in row.command:
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
         why = f"{hook} halves the {megabytes(row.sync_bytes)} per step, and sending them takes most of the time"
         title, less = f"compress gradients to {hook} on the wire", waits - max(0.0, waits - whole / 2)
-        yield _advice("compression", title, why, row, step, less, {"ddp_comm_hook": hook})
+        yield _shorter("compression", title, why, row, step, less, {"ddp_comm_hook": hook})
     yield from _accumulation(row, step, waits)
 
 
-def volume_bound(row: Timing) -> bool:
+def _volume_bound(row: Timing) -> bool:
     """True if a step's collectives take longer for their bytes than for their number.
 
     A bandwidth that was measured with small messages includes their latency, so it alone cannot
@@ -136,35 +128,37 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     The global batch grows with them. Only where a step exchanges gradients once: more micro-batches
     would bring more exchanges. And not where workers hardly keep up with the present pace.
     """
-    batch, accumulation = row.global_batch, row.accumulation
-    if not batch or not accumulation or (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command:
-        return
-    if row.workers and _waits_for_data(row):
+    batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
+    each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command
+    if not batch or not accumulation or each or (row.workers and loading >= _HARDLY * step):
         return
     passes = (row.forward or 0.0) + (row.backward or 0.0)
     if row.no_sync_step_max:  # of the slowest process
         passes = max(passes, row.no_sync_step_max - (row.optimizer or 0.0))
-    micro_batches = passes + (row.data_wait or 0.0)
+    micro_batches = passes + loading
     once = step - micro_batches  # the exchange, the optimizer, logs, agreeing on the number of items
-    for times in range(2, _MOST_ACCUMULATION + 1):
+    if not micro_batches:
+        return
+    times = max(2, ceil((waits / _SMALL_COMMUNICATION - once) / micro_batches))
+    if times <= _MOST_ACCUMULATION:
         longer = once + times * micro_batches
-        if waits <= _SMALL_COMMUNICATION * longer:
-            flags: dict[str, Any] = {"global_batch_size": batch * times}
-            flags |= {"gradient_accumulation_steps": accumulation * times}
-            flags |= {"per_device_train_batch_size": row.micro_batch}
-            why = f"one exchange for {accumulation * times} micro-batches, not {accumulation}, brings communication to "
-            why += f"{waits / longer:.0%} of a step. This is a different training: the global "
-            why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
-            gain, title = times * step / longer, f"{times} times the accumulation"
-            yield Advice("accumulation", title, why, gain, row.num_processes, flags, same_training=False)
-            return
+        flags: Settings = {
+            "global_batch_size": batch * times,
+            "gradient_accumulation_steps": accumulation * times,
+            "per_device_train_batch_size": row.micro_batch,
+        }
+        why = f"one exchange for {accumulation * times} micro-batches, not {accumulation}, brings communication to "
+        why += f"{waits / longer:.0%} of a step. This is a different training: the global "
+        why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
+        title, gain = f"{times} times the accumulation", times * step / longer
+        yield Advice("accumulation", title, why, gain, row.num_processes, flags, same_training=False)
 
 
 def _faster_data(row: Timing, step: float, waits: float) -> Advice:
     workers, cores = row.workers or 0, row.cores
     if cores is not None and workers >= cores:
         why = f"{workers} workers on {cores} cores do not keep up with the training"
-        return _advice("preprocess", "preprocess the data before training", why, row, step, waits)
+        return _shorter("preprocess", "preprocess the data before training", why, row, step, waits)
     more = min(max(2 * workers, 2), cores or 2 * workers or 2)
     # Workers that do not keep up are always busy: each loads the data of one of as many steps as
     # there are workers.
@@ -172,40 +166,31 @@ def _faster_data(row: Timing, step: float, waits: float) -> Advice:
     left = max(0.0, loads / more - (step - waits))
     why = f"loading takes {milliseconds(loads)} per step, and workers load while the step computes"
     title = f"{more} worker{'s' * (more > 1)} to load the data"
-    return _advice("workers", title, why, row, step, waits - left, {"dataloader_num_workers": more})
+    return _shorter("workers", title, why, row, step, waits - left, {"dataloader_num_workers": more})
 
 
 def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
     """The fixed cost of a pass is paid once for each micro-batch of a step."""
     passes, micro, overhead = row.accumulation, row.micro_batch, row.pass_overhead
-    if not passes or passes % 2 or not micro or overhead is None or passes / 2 * overhead < WORTH_NAMING * step:
-        return
-    flags = {"per_device_train_batch_size": 2 * micro, "gradient_accumulation_steps": passes // 2}
-    why = f"each pass has a fixed cost of {milliseconds(overhead)}, and a step has {passes} passes; "
-    why += "`recipes fit` finds the largest micro-batch that fits into memory"
-    yield _advice("micro_batch", "twice the micro-batch", why, row, step, passes / 2 * overhead, flags)
+    if passes and passes % 2 == 0 and micro and overhead and passes / 2 * overhead >= WORTH_NAMING * step:
+        flags = {"per_device_train_batch_size": 2 * micro, "gradient_accumulation_steps": passes // 2}
+        why = f"each pass has a fixed cost of {milliseconds(overhead)}, and a step has {passes} passes; "
+        why += "`recipes fit` finds the largest micro-batch that fits into memory"
+        yield _shorter("micro_batch", "twice the micro-batch", why, row, step, passes / 2 * overhead, flags)
 
 
-def _rarer(row: Timing, step: float, cause: Cause, title: str, times: int, *names: str) -> Advice:
-    flags = {name: steps * times for name in names if (steps := getattr(row, name))}
-    why = f"it then takes 1/{times} of {milliseconds(cause.seconds)} per step"
-    return _advice(cause.key, title, why, row, step, cause.seconds * (1 - 1 / times), flags)
-
-
-def _fewer_processes(size: Size, series: Series) -> list[Advice]:
+def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:
     """The fastest world size, if it is smaller than this one and at least as fast.
 
     Not where the repeats differ by more than the two sizes do.
     """
     best, gain = series.best, series.best.speedup.median / size.speedup.median
-    if series.scaling == "weak" or best.num_processes >= size.num_processes:
-        return []
-    if gain < 1 + (together(best.off, size.off) or 0.0):
-        return []
-    fast = "as fast" if gain < _AS_FAST else f"{gain:.2f} times as fast"
-    processes = "1 process is" if best.num_processes == 1 else f"{best.num_processes} processes are"
-    title, why = f"train on {best.num_processes}, not {size.num_processes}", "this model does not need more"
-    return [Advice("fewer", title, f"{processes} {fast}: {why}", gain, best.num_processes)]
+    smaller = series.scaling != "weak" and best.num_processes < size.num_processes
+    if smaller and gain >= 1 + (together(best.off, size.off) or 0.0):
+        fast = "as fast" if gain < _AS_FAST else f"{gain:.2f} times as fast"
+        processes = "1 process is" if best.num_processes == 1 else f"{best.num_processes} processes are"
+        title, why = f"train on {best.num_processes}, not {size.num_processes}", "this model does not need more"
+        yield Advice("fewer", title, f"{processes} {fast}: {why}", gain, best.num_processes)
 
 
 # --- What was tried ------------------------------------------------------------------------------
@@ -213,17 +198,13 @@ def _fewer_processes(size: Size, series: Series) -> list[Advice]:
 
 @dataclass(frozen=True)
 class Applied:
-    """A change that was tried.
-
-    `measured` is the ratio of its throughput to that of the runs beside it, and `off` by which
-    share the repeats leave that open; None for a single pair.
-    """
+    """A change that was tried."""
 
     title: str
     num_processes: int
     predicted: float
-    measured: Spread
-    off: float | None = None
+    measured: Spread  # its throughput over that of the runs beside it
+    off: float | None = None  # the share that the repeats leave open; None for a single pair
 
     @property
     def judged(self) -> str:
@@ -248,21 +229,18 @@ class Applied:
 
 def applied(rows: Sequence[Timing]) -> list[Applied]:
     """The changes that were tried, each compared with the runs that were interleaved with it."""
-    tried = dict.fromkeys(
-        (row.name, row.recipe, row.applied) for row in rows if row.applied and not row.applied.startswith(BEFORE)
-    )
-    return [found for key in tried if (found := _applied(*key, rows))]
-
-
-def _applied(name: str, recipe: str, title: str, rows: Sequence[Timing]) -> Applied | None:
-    own = [row for row in rows if (row.name, row.recipe) == (name, recipe) and row.samples]
-    after = [row for row in own if row.applied == title]
-    before = [row for row in own if row.applied == f"{BEFORE}: {title}"]
-    ratios = [_rate(new) / _rate(old) for old, new in zip(before, after, strict=False)]
-    if not ratios:
-        return None
-    off = of_median(ratios) / median(ratios) if len(ratios) > 1 else None
-    return Applied(title, after[0].num_processes, after[0].predicted or 1.0, spread(ratios), off)
+    runs: dict[tuple[str, str, str], list[Timing]] = {}
+    for row in rows:
+        if row.samples:
+            runs.setdefault((row.name, row.recipe, row.applied), []).append(row)
+    found = []
+    for (name, recipe, title), after in runs.items():
+        pairs = zip(runs.get((name, recipe, f"{BEFORE}: {title}"), []), after, strict=False)
+        ratios = [_rate(new) / _rate(old) for old, new in pairs]
+        if title and ratios:
+            off = of_median(ratios) / median(ratios) if len(ratios) > 1 else None
+            found.append(Applied(title, after[0].num_processes, after[0].predicted or 1.0, spread(ratios), off))
+    return found
 
 
 def _rate(row: Timing) -> float:

@@ -23,8 +23,6 @@ K = TypeVar("K")
 # Efficiency from which a band begins. Slower than a smaller size is negative, whatever it is.
 EXCELLENT, GOOD = 0.85, 0.70
 NEGATIVE = "negative scaling"
-# From here on an efficiency is called superlinear; a little above 1 may be noise.
-SUPERLINEAR = 1.1
 # Epochs are the same work if their samples differ by less than this ratio: the last batch may be
 # left out.
 _SAME_WORK = 1.1
@@ -42,27 +40,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class Size:
-    """One world size of a series. Times are in seconds; `typical` is the median of each column.
-
-    `speedup` is the throughput divided by that of the series' smallest world; `efficiency` is the
-    speedup divided by the ratio of the world sizes. `off` is the share by which the median may be
-    off, None for a single one. `band` is empty for the smallest size. `slower_than` is the number
-    of processes of the size that is faster although smaller.
-    """
+    """One world size of a series. Times are in seconds; `typical` is the median of each column."""
 
     num_processes: int
     repeats: int
     epoch_time: Spread
     samples_per_second: Spread | None
     tokens_per_second: float | None
-    speedup: Spread
-    efficiency: Spread
-    off: float | None
+    speedup: Spread  # the throughput over that of the series' smallest world
+    efficiency: Spread  # the speedup over the ratio of the world sizes
+    off: float | None  # the share by which the median may be off, None for a single one
     accuracy: float | None
     typical: Timing
     losses: Losses
-    band: str = ""
-    slower_than: int | None = None
+    band: str = ""  # empty for the smallest size
+    slower_than: int | None = None  # processes of the size that is faster although smaller
 
     @property
     def cause(self) -> str | None:
@@ -72,19 +64,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Series:
-    """One training at several world sizes, the smallest first, and its rows.
-
-    `fixed`: the work of a step or epoch is the same at every size. `serial_fraction` is Amdahl's,
-    None where his law does not describe the sizes.
-    """
+    """One training at several world sizes, the smallest first, and its rows."""
 
     name: str
     recipe: str
     scaling: str
     sizes: tuple[Size, ...]
     rows: tuple[Timing, ...]
-    fixed: bool
-    serial_fraction: float | None = None
+    fixed: bool  # the work of a step or epoch is the same at every size
+    serial_fraction: float | None = None  # Amdahl's, None where his law does not describe the sizes
 
     @property
     def title(self) -> str:
@@ -93,12 +81,6 @@ class Series:
     @property
     def best(self) -> Size:
         return max(self.sizes, key=lambda size: size.speedup.median)
-
-    @property
-    def batches(self) -> dict[int, float]:
-        """By size, the batch that all sizes of its kind of scaling should share."""
-        known = [size for size in self.sizes if size.typical.global_batch]
-        return {size.num_processes: _batch(self.scaling, size.typical) for size in known}
 
 
 def hardware_of(series: Iterable[Series]) -> str:

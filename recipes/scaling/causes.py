@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log, prod, sqrt
+from math import log, prod
 from statistics import median
 
-from recipes.scaling.noise import of_median, scatter, together
+from recipes.scaling.noise import of_median, together
 from recipes.scaling.timings import Timing
 
 # A cause is named from this share of a step on: a smaller gain is hard to tell from noise.
 WORTH_NAMING = 0.10
-# Micro-batches that each worker loads ahead: torch's default prefetch_factor.
-_HELD_AHEAD = 2
 HIDDEN = "hidden"  # what an engine whose step cannot run without its exchange does not tell apart
 CAUSES = {
     "communication": "communication",
@@ -38,16 +36,13 @@ _OF_EVERY_STEP = ("communication", "contention", HIDDEN, "work", "straggler")
 
 @dataclass(frozen=True)
 class Cause:
-    """Time that a step of `step` seconds loses to one of `CAUSES`; of HIDDEN, at most.
-
-    `uncertain`: by how many seconds the repeats leave it open; 0 for a single row.
-    """
+    """Time that a step loses to one of `CAUSES`."""
 
     key: str
-    seconds: float
+    seconds: float  # of HIDDEN, at most
     step: float
     evidence: str
-    uncertain: float = 0.0
+    uncertain: float = 0.0  # the seconds that the repeats leave open
 
     @property
     def share(self) -> float:
@@ -66,17 +61,15 @@ class Cause:
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of a step: `causes` in the order to fix them, the largest first.
+    """The losses of a step. `causes` are in the order to fix them, the largest first.
 
-    If data loading sets the pace, it comes before every cause that it overlaps with. `undecided`
-    is the reason why no cause can be named: "noise", HIDDEN (not even the most that communication
-    takes is known) or "no reference"; empty if it can.
+    If data loading sets the pace, it comes before every cause that it overlaps with.
     """
 
     causes: tuple[Cause, ...] = ()
     lost: float | None = None  # seconds of a step beyond the reference, None without one
     unexplained: float | None = None  # seconds of `lost` that no cause explains
-    undecided: str = ""
+    undecided: str = ""  # why no cause can be named: "noise", HIDDEN (not even bounded) or "no reference"
 
     @property
     def named(self) -> list[Cause]:
@@ -93,24 +86,21 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
     if not step:
         return Losses()
     whole, share = training.alone(row.global_batch, row.micro_batch), training.alone(_share(row), row.micro_batch)
-    ideal = whole / row.num_processes if whole else share
-    found = list(_waits(row, step))
-    left = step - ideal - sum(cause.seconds for cause in found) if ideal else None
-    found += _slowdowns(row, step, whole, share, left)
-    hides = row.num_processes > 1 and row.no_sync_step is None and row.communication is None
-    if hides and share:
-        found += _hidden(row, step, share)
+    found = [*_waits(row, step), *_slowdowns(row, step, whole, share)]
+    several = row.num_processes > 1
+    hides = several and row.no_sync_step is None and row.communication is None
+    bound = list(_hidden(row, step, share)) if hides and share else []
     causes = [
         replace(cause, uncertain=step * (training.uncertain(cause.key, row, repeats) or 0.0))
-        for cause in found
+        for cause in (*found, *bound)
         if cause.seconds > 0
     ]
     paced = any(sets_the_pace(cause, row) for cause in causes)
     causes.sort(key=lambda cause: (paced and cause.key in _OF_EVERY_STEP, -cause.seconds))
+    ideal = whole / row.num_processes if whole else share
     lost = max(0.0, step - ideal) if ideal else None
     unexplained = None if lost is None else max(0.0, lost - sum(cause.seconds for cause in causes))
-    is_bounded = any(cause.key == HIDDEN for cause in found)
-    reason = HIDDEN if hides and not is_bounded else "no reference" if lost is None and row.num_processes > 1 else ""
+    reason = HIDDEN if hides and not bound else "no reference" if lost is None and several else ""
     return Losses(tuple(causes), lost, unexplained, _undecided(causes, reason))
 
 
@@ -165,14 +155,9 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
 
     Workers load while a process computes and communicates, so the process waits only if loading
     takes longer than all of that together. A step that gets faster elsewhere then waits longer for
-    data. Without workers the times add up, and so they do if the workers have filled their queues
-    before what comes once a step is over.
+    data. Without workers the times add up.
     """
-    if cause.key != "data" or not row.workers or cause.share < WORTH_NAMING:
-        return False
-    held = _HELD_AHEAD * row.workers / (row.accumulation or 1)  # in steps
-    once = (row.communication or 0.0) + (row.optimizer or 0.0)
-    return held >= 1 or once <= held * (row.step_time or 0.0)
+    return cause.key == "data" and bool(row.workers) and cause.large
 
 
 def wire_time(size: float, bandwidth: float, processes: int) -> float:
@@ -191,42 +176,21 @@ class Training:
     """All rows of a training with one recipe: what repeats leave open, and one process alone."""
 
     def __init__(self, rows: Sequence[Timing]) -> None:
-        self._repeats: dict[tuple, list[Timing]] = {}
-        for row in rows:
-            self._repeats.setdefault((row.num_processes, row.scaling, row.global_batch), []).append(row)
         self._alone: dict[int, list[Timing]] = {}  # rows of one process, by batch
         for row in rows:
             if row.num_processes == 1 and row.global_batch:
                 self._alone.setdefault(row.global_batch, []).append(row)
-        self._scatter: dict[tuple[str, bool], float] = {}
 
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
-        """The share of a step by which the loss to a cause may be off."""
+        """The share of a step by which the loss to a cause may be off; None if no repeats say."""
         if key not in AGAINST_A_REFERENCE:
-            return self._off(key, repeats)
+            return of_median(_values(key, repeats))
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)
-        return together(*(self._off("computing", rows) for rows in (own, self._nearest_alone(_share(row)))))
-
-    def _off(self, key: str, own: Sequence[Timing]) -> float | None:
-        """The error that the median of a quantity over the repeats `own` may have.
-
-        The scatter is that of these repeats or, if larger, of all sizes: two or three repeats can
-        agree by chance. None for a single row or unknown values.
-        """
-        values = _values(key, own)
-        if len(values) < 2:
-            return None
-        several = own[0].num_processes > 1
-        if (key, several) not in self._scatter:
-            alike = (rows for (world, *_), rows in self._repeats.items() if (world > 1) == several)
-            self._scatter[key, several] = scatter(_values(key, rows) for rows in alike)
-        return max(of_median(values), self._scatter[key, several] / sqrt(len(values)))
+        return together(*(of_median(_values("computing", rows)) for rows in (own, self._nearest_alone(_share(row)))))
 
     def _nearest_alone(self, samples: float | None) -> list[Timing]:
         """The rows of one process with the batch that is nearest to so many samples."""
-        away = {batch: abs(batch - (samples or 0)) for batch in self._alone}
-        nearest = min(away.values(), default=0)
-        return [row for batch, rows in self._alone.items() if away[batch] == nearest for row in rows]
+        return self._alone[min(self._alone, key=lambda batch: abs(batch - (samples or 0)))] if self._alone else []
 
     @cached_property
     def _times_alone(self) -> dict[int, float]:
@@ -269,26 +233,15 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 # --- What multiplies the time of computing -------------------------------------------------------
 
 
-def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None, left: float | None) -> list[Cause]:
-    """Each factor's part of the time that they take together, by its logarithm: the parts add up.
-
-    Those against a reference are at most what is `left` of the lost time: the reference can be the
-    slow process itself.
-    """
+def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
+    """Each factor's part of the time that they take together, by its logarithm: they add up."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
     if not longest or product <= 1:
         return []
     lost = longest * (1 - 1 / product)
-    causes = [Cause(key, lost * log(times) / log(product), step, evidence) for key, times, evidence in factors]
-    referred = [cause for cause in causes if cause.key in AGAINST_A_REFERENCE]
-    measured = [cause for cause in causes if cause not in referred]
-    if left is None or not referred:
-        return causes
-    left -= sum(cause.seconds for cause in measured)
-    by = min(1.0, max(0.0, left) / sum(cause.seconds for cause in referred))
-    return measured + [replace(cause, seconds=cause.seconds * by) for cause in referred]
+    return [Cause(key, lost * log(times) / log(product), step, evidence) for key, times, evidence in factors]
 
 
 def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[tuple[str, float, str]]:

@@ -6,7 +6,7 @@ does not hide what the others agree on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from math import sqrt
 from statistics import median
@@ -16,19 +16,14 @@ _PAIR = 0.954
 # The standard error of a median of n normal values is this times the deviation over sqrt(n).
 _MEDIAN = 1.253
 _SURE = 2  # standard errors: about 19 of 20 medians are nearer than that
-_MOST = 50  # of a group's values are compared in pairs: as many of each size
+_MOST = 50  # of the values are compared in pairs
 
 
 def of_median(values: Sequence[float]) -> float:
-    """The error that the median of these values may have."""
-    return scatter([values]) / sqrt(len(values))
-
-
-def scatter(groups: Iterable[Sequence[float]]) -> float:
-    """The error that a single value may have: repeats scatter as all pairs in each group do."""
-    few = (sorted(values)[:: -(-len(values) // _MOST)] for values in groups)
-    pairs = [abs(one - other) for values in few for one, other in combinations(values, 2)]
-    return _SURE * _MEDIAN * median(pairs) / _PAIR if pairs else 0.0
+    """The error that the median of these values may have; 0 if there are no repeats to say."""
+    few = sorted(values)[:: -(-len(values) // _MOST) or 1]
+    pairs = [abs(one - other) for one, other in combinations(few, 2)]
+    return _SURE * _MEDIAN * median(pairs) / _PAIR / sqrt(len(values)) if pairs else 0.0
 
 
 def together(*parts: float | None) -> float | None:

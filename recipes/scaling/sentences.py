@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from recipes.errors import plural
-from recipes.scaling.analyse import SHARED, SUPERLINEAR, Series, Size
+from recipes.scaling.analyse import Series, Size
 from recipes.scaling.causes import (
     AGAINST_A_REFERENCE,
     CAUSES,
@@ -26,7 +26,7 @@ def of(series: Series) -> list[str]:
     for size in series.sizes:
         others = [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in size.losses.named[1:]]
         found += [verdict(size, series), *others]
-    return [*found, *filter(None, [_another_batch(series), law(series)])]
+    return [*found, *filter(None, [law(series)])]
 
 
 def verdict(size: Size, series: Series) -> str:
@@ -51,8 +51,6 @@ def _speed(size: Size, smaller: Sequence[Size]) -> str:
     if faster and faster is not base:
         times = size.speedup.median / faster.speedup.median
         text += f" It is {times:.2f} times as fast as {faster.num_processes} processes."
-    if efficiency.median > SUPERLINEAR:
-        text += " Superlinear: something else slowed the reference, or a process's share fits into a cache."
     return text
 
 
@@ -123,13 +121,6 @@ def _beside_one(size: Size) -> str:
 # --- Over all sizes ------------------------------------------------------------------------------
 
 
-def _another_batch(series: Series) -> str:
-    if len(set(series.batches.values())) < 2:
-        return ""
-    each = ", ".join(f"{batch:g} at {world}" for world, batch in series.batches.items())
-    return f"The {SHARED[series.scaling]} is not the same at all sizes ({each}): that changes the speed too."
-
-
 def law(series: Series) -> str:
     """The best size if more are slower; else Amdahl's serial fraction, or why there is none.
 
@@ -150,10 +141,8 @@ def law(series: Series) -> str:
         return f"{text}needs at least three world sizes, and there are {len(sizes)}."
     if serial is None:
         return f"{text}does not describe these sizes: the part that more processes do not shorten changes with them."
-    if serial == 0:
-        return f"No serial fraction is visible in {len(sizes)} world sizes (Amdahl's law)."
     words = f"Serial fraction {serial:.1%} (Amdahl's law, {len(sizes)} world sizes)"
-    if 1 / serial > _FAR * last / first:
+    if serial * _FAR * last < first:
         return f"{words}: too small for a limit to follow from sizes up to {last}."
     return (
         f"{words}: that part of the time on {plural(first, 'process')} does not shrink, so no number of processes can "

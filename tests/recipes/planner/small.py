@@ -26,7 +26,6 @@ SMALL = {
     "llama": LlamaConfig(**SHAPE),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
 }
-TINY = Estimator(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=500))
 
 # 107M parameters on a card of 1.55 GB, of which CUDA itself takes 0.45: no recipe fits.
 LARGE = LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8)

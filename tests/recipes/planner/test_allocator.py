@@ -19,9 +19,8 @@ from recipes.planner.allocator import (
     workspace_bytes,
 )
 from recipes.planner.fits import Estimator
-from recipes.planner.memory import NEVER, Case, Memory, Weights, traced_of
-from recipes.planner.trace import trace
-from tests.recipes.planner.small import SMALL, peak, run_of
+from recipes.planner.memory import NEVER, Memory, Traced, Weights
+from tests.recipes.planner.small import SMALL, run_of
 
 SIZES = st.one_of(st.integers(1, 4 << 10), st.integers(1, 3 * MIB), st.integers(1, 60 * MIB))
 # Sizes to allocate, or which of those that are alive to free.
@@ -57,7 +56,7 @@ def test_blocks_never_overlap_and_all_that_is_freed_can_be_given_back(events):
 @given(EVENTS, st.floats(0.6, 0.95))
 def test_what_fits_under_a_limit_stays_below_it_and_what_was_reserved_is_always_enough(events, share):
     enough = played(events)[0].peak_reserved
-    assert played(events, enough)[0].retries == 0
+    assert played(events, enough)[0].peak_reserved == enough
     with contextlib.suppress(OutOfMemory):
         assert played(events, int(enough * share))[0].peak_reserved <= enough * share
 
@@ -94,15 +93,6 @@ def test_the_smallest_cached_block_that_is_large_enough_is_taken():
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("case", [Case(4, 64), Case(4, 64, autocast="bfloat16"), Case(4, 64, checkpointing=True)])
-def test_a_trace_s_allocations_have_the_peak_of_its_live_bytes(name, case):
-    traced = trace(SMALL[name], case)
-    requests = Requests()
-    requests.micro_batch(traced)
-    assert requests.peak() == peak(traced)
-
-
-@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -121,7 +111,7 @@ def test_two_replayed_steps_have_the_peak_that_the_arithmetic_finds(name, flags)
 def test_under_a_limit_torch_gives_back_what_it_cached_so_that_less_is_reserved():
     layers = [(size * MIB, time, NEVER, 0) for time, size in enumerate((30, 40, 50), 1)]  # each gone before the next
     weights = Weights(25 * MIB, 0, sizes=((25 * MIB, "frozen"),))
-    memory = Memory(run_of("standard"), weights, traced_of(np.array(layers), 3))
+    memory = Memory(run_of("standard"), weights, Traced(np.array(layers), 3))
     limits = [memory.context + limit * MIB for limit in (1000, 200, 167, 140)]
     free, tight, in_pieces, too_tight = (with_cached(memory, limit) for limit in limits)
     assert tight.reserved < free.reserved and tight.reserved <= 200 * MIB

@@ -33,7 +33,7 @@ def row(**changes) -> dict:
     return {"card": "A100 80GB", "torch": "2.11.0", "driver": "580.1", "several": False, "bytes": 500 * MIB, **changes}
 
 
-@pytest.mark.parametrize(("card", "mib"), [("Tesla T4", 141), ("NVIDIA GeForce RTX 3090", 292), ("A100", 426)])
+@pytest.mark.parametrize(("card", "mib"), [("Tesla T4", 141), ("A100", 426)])
 def test_a_card_that_others_have_read_takes_what_they_read(card, mib):
     found = context(card)
     assert round(found.bytes / MIB) == mib and found.source.startswith("as others read it on ")

@@ -37,9 +37,6 @@ _LATENT |= {"moe_intermediate_size": 32, "topk_group": 1}
 DEEP = {
     **{name: deeper(config, 7) for name, config in SMALL.items()},
     "two kinds in turn": transformers.Gemma2Config(**{**SHAPE, **_HEADS, "num_hidden_layers": 9}),
-    "two kinds in turn, experts": transformers.GptOssConfig(
-        **{**SHAPE, **_HEADS, "num_hidden_layers": 8}, num_local_experts=4, num_experts_per_tok=2
-    ),
     "six kinds in turn": transformers.Gemma3TextConfig(**{**SHAPE, **_HEADS, "num_hidden_layers": 27}),
     "three other layers first": transformers.DeepseekV3Config(
         **{**SHAPE, **_LATENT, "num_hidden_layers": 9}, num_key_value_heads=4
@@ -77,7 +74,6 @@ _LINEAR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 _LINEAR |= {"shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
-_CROSS = {**_GROUPED, "cross_attention_layers": [], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 _SHORT = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2}
 
 
@@ -90,17 +86,12 @@ def _deepseek(value_size: int):
 FAMILIES = {
     "bert": transformers.BertConfig(**_SHAPE, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
     "llama": LlamaConfig(**_GROUPED),
-    "falcon": transformers.FalconConfig(**_SHORT, num_attention_heads=4),
     "deepseek_v3": _deepseek(24),  # as large as the queries' heads: for others a CPU has no fused kernel
     "gemma3": transformers.Gemma3Config(
         text_config=_SIZED, vision_config={**_VISION, "image_size": 28, "patch_size": 14}
     ),
-    "mllama": transformers.MllamaConfig(text_config=_CROSS),
     "qwen3_next": transformers.Qwen3NextConfig(**_SIZED, **_LINEAR),
-    "gptj": transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=500, rotary_dim=8),
-    "mpt": transformers.MptConfig(vocab_size=500, d_model=64, n_layers=2, n_heads=4),
     "mamba": transformers.MambaConfig(**_SHORT),
-    "mamba2": transformers.Mamba2Config(**_SHORT, num_heads=8, head_dim=16, state_size=16, n_groups=1),
     "jamba": transformers.JambaConfig(**_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
 }
 

@@ -1,7 +1,6 @@
 """Which rows are one training, how well it scales, why no better, and what cannot be told."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,6 @@ from recipes.scaling import sentences
 from recipes.scaling.advice import advise
 from recipes.scaling.analyse import Series, Size, analyse
 from recipes.scaling.timings import Timing
-from tests.support import simulated
 
 
 def last(rows: list[Timing]) -> Size:
@@ -30,16 +28,6 @@ def of_rates(throughputs: dict[int, float]) -> Series:
 
 
 # --- What holds for any timings ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_rows_changes_nothing(seed):
-    def of(rows):
-        return {series.title: replace(series, rows=()) for series in analyse(rows)}
-
-    random = Random(seed)
-    rows = simulated.measured(*simulated.draw(random), 3, random)
-    assert of(random.sample(rows, len(rows))) == of(rows)
 
 
 @settings(max_examples=50, deadline=None)
@@ -81,19 +69,6 @@ def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
     assert ("measure the parts of a step with `recipes scale run`" in words_of(rows)) == (speedup < 1)
 
 
-def test_sizes_that_do_not_share_their_batch_are_remarked():
-    rows = [Timing(world, 100, samples=100 * world, global_batch=8 * world, scaling="weak") for world in (1, 2)]
-    assert "not the same" not in " ".join(sentences.of(analyse(rows)[0]))
-    (other,) = analyse([rows[0], replace(rows[1], global_batch=8)])
-    assert "The batch per process is not the same at all sizes (8 at 1, 4 at 2)" in " ".join(sentences.of(other))
-
-
-def test_weak_scaling_that_is_slower_names_the_best_size():
-    (found,) = analyse([Timing(world, 200.0 * world, samples=100, scaling="weak") for world in (1, 2)])
-    assert found.sizes[-1].band == "negative scaling"
-    assert sentences.law(found) == "Of the measured sizes 1 is the best."
-
-
 @pytest.mark.parametrize(
     ("rates", "says"),
     [
@@ -101,7 +76,6 @@ def test_weak_scaling_that_is_slower_names_the_best_size():
         ({1: 100, 2: 150, 4: 380, 8: 790}, "the part that more processes do not shorten changes with them."),
         ({w: 100 / (0.05 + 0.95 / w) for w in (1, 2, 4, 8)}, "can be more than 20 times as fast."),
         ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small for a limit to follow from sizes up to 4."),
-        ({1: 100, 2: 200, 4: 400}, "No serial fraction is visible in 3 world sizes (Amdahl's law)."),
     ],
 )
 def test_the_law_of_the_sizes_or_why_there_is_none(rates, says):
@@ -123,8 +97,6 @@ WAITING = Timing(2, 100, step_time=1.0, data_wait=0.2, communication=0.4)
         ({"workers": 2}, "data"),  # without communication it would wait 0.6 s for them
         ({"workers": 2, "data_wait": 0.05}, "communication"),
         ({"workers": 2, "communication": 0.0, "saving": 0.4}, "saving"),
-        ({"workers": 2, "accumulation": 4}, "data"),  # a step's micro-batches are held ahead
-        ({"workers": 1, "accumulation": 16}, "communication"),  # their queues are full long before
     ],
 )
 def test_loading_comes_before_what_it_runs_beside(changed, first):
@@ -151,11 +123,6 @@ ALONE = [row(1, time) for time in (1.0, 1.01, 0.99)]
 
 def repeats(waits: list[float], **known) -> list[Timing]:
     return [row(2, 0.5 + wait, wait, **known) for wait in waits]
-
-
-def test_a_wait_that_every_repeat_has_is_a_cause():
-    found = last(ALONE + repeats([0.2, 0.21, 0.19]))
-    assert (found.cause, found.losses.undecided) == ("communication", "")
 
 
 def test_where_repeats_differ_by_more_than_the_effect_there_is_no_cause_and_no_advice():

@@ -66,7 +66,6 @@ def test_jsonl_that_anyone_writes_is_read(rows_of):
         {"scaling": "both"},
         {"overlap": 1.5},
         {"samples_per_second": 0},
-        {"step_time": 400},  # ms
         {"samples": 0},
     ],
     ids=str,

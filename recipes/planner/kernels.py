@@ -319,12 +319,10 @@ class Linear4bit(torch.nn.Linear):
 
 
 def quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
-    """As loading in 4 bits and peft do: linear layers except the head in 4 bits, the rest fp32."""
+    """Linear layers except the head get weights in 4 bits, as loading does; the rest stays."""
     from transformers.pytorch_utils import Conv1D
 
     output, last = model.get_output_embeddings(), list(model.children())[-1]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, (torch.nn.Linear, Conv1D)) or layer is output or layer is last:
             continue

@@ -444,8 +444,6 @@ class Memory:
     @property
     def frozen_width(self) -> int:
         """Bytes of a parameter that is not trained, and not in 4 bits, in between steps."""
-        if self.weights.in_4_bits and self.kind != "deepspeed":
-            return FP32  # peft casts the rest
         # Shards of FSDP's frozen weights stay as they were loaded.
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 

@@ -133,12 +133,14 @@ _FLAGS = {
     "fp16": "--fp16",
     "full": "",
     "lora": _LORA,
-    "qlora": f"{_LORA} --load_in_4bit true --use_bnb_nested_quant true --bf16 true",
+    # These trainers let peft prepare the model, which turns what is not in 4 bits to float32.
+    "qlora": f"{_LORA} --load_in_4bit true --use_bnb_nested_quant true --bf16 true --dtype float32",
 }
 
 
 def _of_trainer(row: dict[str, str]) -> OfTrainer:
     flags = [_BERT if row["model"] == "bert" else _FMS, *(_FLAGS[word] for word in row["how"].split())]
+    flags[0] = flags[0].replace("--dtype bfloat16", "") if "qlora" in row["how"] else flags[0]
     flags.append(f"--per_device_train_batch_size {row['batch']} --gradient_accumulation_steps {row['accumulation']}")
     mib = float(row["read"]) * _IN_MIB[row["unit"]]
     return OfTrainer(row["name"], _CARDS[row["card"]], CONFIGS[row["model"]], " ".join(flags), mib)
@@ -257,7 +259,8 @@ def requests_of(reading: OfLoop) -> Requests:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     adapters = Adapters(rank, targets, four_bits=compute if reading.four_bits else None)
     attention = "eager" if reading.name.endswith("eager") else "sdpa"
-    how = {"dtype": compute, "checkpointing": reading.checkpointing, "attention": attention, "mask": False}
+    dtype = "float32" if reading.four_bits else compute
+    how = {"dtype": dtype, "checkpointing": reading.checkpointing, "attention": attention, "mask": False}
     case = Case(reading.batch, reading.length, **how, adapters=adapters, capability=capability)
     # The T4's transformers repeats keys and values for groups of heads, whatever the kernel.
     with patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", lambda *_: not reading.on_t4):

@@ -264,13 +264,14 @@ def with_cached(memory: Memory, limit: int) -> Components:
 
     Under `limit`: torch then gives back what it has cached, and asks again. If that fails too, it
     is what is reserved under the least limit, to 5 %, under which it does not. What it caches is
-    not asked where not even the allocations fit.
+    not asked where not even the allocations fit. With expandable segments it is not counted: torch
+    unmaps what it has cached, page by page, before memory runs out.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
     workspaces = 2 * workspace_bytes(memory.run.hardware.capability)
     states = replace(memory.gpu, buffers=memory.gpu.buffers + workspaces)
-    if LOOP in memory.micro_batch.kernels or states.total > limit:
+    if LOOP in memory.micro_batch.kernels or states.total > limit or memory.run["expandable_segments"]:
         return states
     # In one piece, states count as if they were at their fullest all the time.
     requests = requests_of(memory, states)

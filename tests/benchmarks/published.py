@@ -120,6 +120,7 @@ class OfTrainer:
         return self.name.startswith("hfdoc")
 
 
+_SEGMENTS = "--expandable_segments false"  # nobody had asked for them
 _BERT = "--task sequence_classification --max_length 512 --attn_implementation eager"
 _FMS = "--max_length 4096 --gradient_checkpointing true --optim adamw_torch --dtype bfloat16"
 _LORA = "--use_peft true --lora_r 16 --lora_dropout 0.1 --lora_target_modules q_proj k_proj v_proj o_proj"
@@ -141,7 +142,8 @@ _FLAGS = {
 def _of_trainer(row: dict[str, str]) -> OfTrainer:
     flags = [_BERT if row["model"] == "bert" else _FMS, *(_FLAGS[word] for word in row["how"].split())]
     flags[0] = flags[0].replace("--dtype bfloat16", "") if "qlora" in row["how"] else flags[0]
-    flags.append(f"--per_device_train_batch_size {row['batch']} --gradient_accumulation_steps {row['accumulation']}")
+    flags += [_SEGMENTS, f"--per_device_train_batch_size {row['batch']}"]
+    flags.append(f"--gradient_accumulation_steps {row['accumulation']}")
     mib = float(row["read"]) * _IN_MIB[row["unit"]]
     return OfTrainer(row["name"], _CARDS[row["card"]], CONFIGS[row["model"]], " ".join(flags), mib)
 

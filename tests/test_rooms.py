@@ -43,8 +43,8 @@ BUDGETS = {
     "recipes/legal": 500,
     "recipes/run": 1920,
     "recipes/rules": 2430,
-    "recipes/planner": 2970,
-    "recipes/scaling": 1250,
+    "recipes/planner": 2930,
+    "recipes/scaling": 1230,
     "launch": 510,
     "launch/commands": 1540,
     "launch/data": 2220,
@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1350,
     "launch/jobs": 1470,
     "launch/output": 1630,
-    "launch/scaling": 970,
+    "launch/scaling": 960,
     "launch/training": 2300,
 }
 

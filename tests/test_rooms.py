@@ -43,7 +43,7 @@ BUDGETS = {
     "recipes/legal": 500,
     "recipes/run": 1920,
     "recipes/rules": 2430,
-    "recipes/planner": 2920,
+    "recipes/planner": 2930,
     "recipes/scaling": 1230,
     "launch": 510,
     "launch/commands": 1370,

@@ -16,8 +16,10 @@ from recipes.planner.memory import (
     IN_4_BITS,
     LOOP,
     NEVER,
+    REDUCE_BUCKET,
     ROUNDING,
     TRAINED,
+    TRAINING,
     Components,
     Memory,
     Traced,
@@ -25,6 +27,7 @@ from recipes.planner.memory import (
     casts_the_model,
     requests_of_update,
     trained_bytes,
+    weight_bytes,
 )
 
 MIB = 2**20
@@ -289,7 +292,7 @@ def requests_of(memory: Memory, states: Components) -> Requests:
 
     If there are evaluations, one follows. All micro-batches after the second one are as the second.
     With DeepSpeed and FSDP, each of `states` is there from the start, in one piece: what they
-    gather, and have in buckets, at the fullest moment too.
+    gather at the fullest moment too. ZeRO-1 and ZeRO-2 make their bucket in each micro-batch.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights
@@ -297,9 +300,10 @@ def requests_of(memory: Memory, states: Components) -> Requests:
     accumulation, gradients_stay = memory.accumulation, not memory.viewed or memory.beside_views
     moments: list[int] = []  # are made in the first update
     temporaries: list[list[int]] = []  # groups of them, in each update
+    bucket = REDUCE_BUCKET * weight_bytes(run) if memory.stage in (1, 2) else 0
     if casts_the_model(run):
         accumulation, gradients_stay = 1, False
-        buffers = states.buffers - 2 * workspace
+        buffers = states.buffers - 2 * workspace - bucket * (memory.moment == TRAINING)
         requests.allocate_all([states.parameters, states.optimizer, states.gradients, buffers])
     else:
         width = trained_bytes(run)
@@ -317,9 +321,11 @@ def requests_of(memory: Memory, states: Components) -> Requests:
         temporaries = requests_of_update(run, weights, width)
     requests.loaded = len(requests.events)
     for step in range(2):
+        of_step = requests.allocate_all([bucket] if bucket else [])
         gradients = requests.micro_batch(memory.micro_batch, gradients_stay, 0 if step else workspace)
         if accumulation > 1:
             requests.micro_batch(memory.micro_batch, gradients_stay=False)
+        requests.free(of_step)
         if step == 0:
             requests.allocate_all(moments)
         for group in temporaries:

@@ -149,15 +149,16 @@ def flops_per_token(run: RunSpec, weights: Weights, config: PreTrainedConfig, le
 
     Of the six FLOPs per parameter, two are for the forward pass, two for the gradient of the input,
     and two for the gradient of the weight, which frozen weights skip. Checkpointing runs the
-    forward pass twice.
+    forward pass twice. DoRA with dropout multiplies by the frozen weights of the layers twice.
     """
     text = config.get_text_config()
     if not flops_are_known(text):
         return None
     used, attention = weights.total - weights.looked_up, _attention_flops(text, length)
     trained = min(weights.trained, used)
-    recomputed = 2 * used + attention / 3 if recomputes(run) else 0
-    return 4 * used + 2 * trained + attention + recomputed
+    again = used - (weights.outside_layers - weights.looked_up) if run["use_dora"] and run["lora_dropout"] else 0
+    recomputed = 2 * (used + again) + attention / 3 if recomputes(run) else 0
+    return 4 * (used + again) + 2 * trained + attention + recomputed
 
 
 def _attention_flops(config: PreTrainedConfig, length: float) -> float:

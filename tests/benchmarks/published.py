@@ -19,6 +19,7 @@ three dimensions since transformers 5, which it leaves), and those of FSDP's ver
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,17 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import (
-    BertConfig,
-    GPTBigCodeConfig,
-    GPTBigCodeForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoConfig, GPTBigCodeForCausalLM, GraniteForCausalLM, PreTrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -67,26 +58,9 @@ _CARDS = {
 }
 
 
-def _decoder(kind: type, width: int, layers: int, heads: int, groups: int, inner: int, words: int, tied=False, **more):
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": words}
-    return kind(**sizes, num_key_value_heads=groups, intermediate_size=inner, tie_word_embeddings=tied, **more)
-
-
 # The models of the readings, by their names in the tables.
-CONFIGS = {
-    "bert": BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),
-    "mistral": _decoder(MistralConfig, 4096, 32, 32, 8, 14336, 32_000, sliding_window=4096),
-    "powerlm": _decoder(GraniteConfig, 2304, 40, 36, 36, 9216, 49_152, tied=True, max_position_embeddings=4096),
-    "santacoder": GPTBigCodeConfig(
-        n_embd=2048, n_layer=24, n_head=16, n_inner=8192, vocab_size=49_280, n_positions=2048
-    ),
-    "tinyllama": _decoder(LlamaConfig, 2048, 22, 32, 4, 5632, 32_000),
-    "smollm": _decoder(LlamaConfig, 2048, 24, 32, 32, 8192, 49_152, tied=True),
-    "qwen-0.5b": _decoder(Qwen2Config, 896, 24, 14, 2, 4864, 151_936, tied=True),
-    "qwen-1.5b": _decoder(Qwen2Config, 1536, 28, 12, 2, 8960, 151_936, tied=True),
-    "qwen-3b": _decoder(Qwen2Config, 2048, 36, 16, 2, 11008, 151_936, tied=True),
-    "qwen-7b": _decoder(Qwen2Config, 3584, 28, 28, 4, 18944, 151_936),
-}
+_MODELS = json.loads(Path(__file__).with_name("published_models.json").read_text())
+CONFIGS = {name: AutoConfig.for_model(**shape) for name, shape in _MODELS.items()}
 _IN_MIB = {"B": 1 / MIB, "MiB": 1, "GiB": 1024}
 
 

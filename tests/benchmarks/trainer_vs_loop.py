@@ -31,17 +31,9 @@ MICRO, ACCUMULATION, LENGTH, RATE, WARM_UP_STEPS = 4, 2, 256, 1e-4, 3
 def real_model() -> LlamaForCausalLM:
     """27 million parameters: nearly all of a step is compute, a few seconds on two cores."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8192,
-            hidden_size=512,
-            intermediate_size=1408,
-            num_hidden_layers=6,
-            num_attention_heads=8,
-            max_position_embeddings=LENGTH,
-            use_cache=False,
-        )
-    )
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
+    more = {"vocab_size": 8192, "max_position_embeddings": LENGTH, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**shape, **more))
 
 
 class TakeTurns(TrainerCallback):

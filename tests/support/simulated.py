@@ -106,12 +106,10 @@ def train(
 def _exchanged(training: Training, world: int, end: float, once: float) -> float:
     """When all processes have all gradients. The last process is last with each bucket."""
     takes = _collective(training, world, training.gradients / training.buckets)
+    others = training.buckets - 1
     backward = once * training.backward / (training.forward + training.backward)
-    between = backward / training.buckets if training.overlapped else 0.0
-    free = 0.0
-    for bucket in range(training.buckets):
-        free = max(free, end - between * (training.buckets - 1 - bucket)) + takes
-    return free
+    first = end - backward * others / training.buckets if training.overlapped else end
+    return max(end, first + others * takes) + takes
 
 
 def _collective(training: Training, world: int, size: float) -> float:
@@ -196,22 +194,21 @@ def _row(
 ) -> Timing:
     """The row of a run whose three stretches take `off` times as long as they should."""
     trained, synced, alone = stretches
-    passes, first = training.passes(batch / world), off[0]
-    beside = 1 + training.contention * (world - 1)
-    forward = first * beside * batch / world * training.forward
-    parts = {"data_wait": first * fmean(trained.waits), "forward": forward}
-    parts |= {"optimizer": first * beside * training.optimizer}
-    parts |= {"backward": first * fmean(trained.own) - forward - parts["optimizer"]}
-    parts |= {"logging": first * trained.logging, "saving": first * trained.saving}
+    passes, first, several = training.passes(batch / world), off[0], world > 1
+    beside = first * (1 + training.contention * (world - 1))
+    parts = {
+        "data_wait": first * fmean(trained.waits),
+        "forward": beside * batch / world * training.forward,
+        "optimizer": beside * training.optimizer,
+        "logging": first * trained.logging,
+        "saving": first * trained.saving,
+    }
+    parts["backward"] = first * fmean(trained.own) - parts["forward"] - parts["optimizer"]
     left = max(0.0, first * trained.step - sum(parts.values()))
     slowest = off[2] * max(alone.own)
-    communication = min(left, max(0.0, off[1] * synced.step - slowest)) if world > 1 else 0.0
-    syncs = (passes if training.every_micro_batch else 1) if world > 1 else 0
-    link: dict[str, float] = {}
-    if world > 1:  # as an all-reduce of a bucket's size and one of a few bytes measure it
-        bucket = training.gradients / training.buckets
-        link["link_bandwidth"] = 2 * (world - 1) / world * bucket / _collective(training, world, bucket)
-        link["link_latency"] = _collective(training, world, 0)
+    communication = min(left, max(0.0, off[1] * synced.step - slowest)) if several else 0.0
+    syncs = (passes if training.every_micro_batch else 1) if several else 0
+    bucket = training.gradients / training.buckets  # whose all-reduce, and one of a few bytes, measure the link
     return Timing(
         num_processes=world,
         epoch_time=first * trained.step * EPOCH,
@@ -229,9 +226,10 @@ def _row(
         syncs=syncs,
         collectives=syncs * training.buckets,
         sync_bytes=round(syncs * training.gradients),
+        link_bandwidth=2 * (world - 1) / world * bucket / _collective(training, world, bucket) if several else None,
+        link_latency=_collective(training, world, 0) if several else None,
         workers=training.workers,
         **parts,
-        **link,
     )
 
 

@@ -104,7 +104,6 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
 
     out = console(world.is_main)
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
-    data.require_same(world)
     earlier = world.decide(lambda: find_earlier_run(run, foreseen, data.commit))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:

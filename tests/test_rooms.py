@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1340,
     "launch": 540,
     "launch/commands": 1540,
-    "launch/data": 2220,
+    "launch/data": 2080,
     "launch/doctor": 1520,
     "launch/explain": 430,
     "launch/fit": 270,

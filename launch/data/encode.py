@@ -1,12 +1,12 @@
 """From rows to tokens and labels. The columns of public data sets tell the format of each row:
-texts, prompts and completions, chats, Alpaca, or token ids.
+texts, prompts and completions, chats, or Alpaca.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import pyarrow
@@ -20,14 +20,13 @@ from recipes.run import Settings
 Format = tuple[str, ...]  # the columns that it must have; the last one holds what is learned
 Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels: the same list if all is learned
 
-IDS = ("input_ids",)
 CHATS = (("messages",), ("conversations",), ("conversation",))  # OpenAI and TRL; ShareGPT; LMSYS and WildChat
 COMPLETIONS = ("prompt", "completion")
 ALPACA = ("instruction", "output")
-_BESIDE = ("input", "system", "tools", "labels", "attention_mask")
+_BESIDE = ("input", "system", "tools")
 TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the second
 
-_FORMATS = "messages, conversations, prompt and completion, instruction and output, input_ids or a text column"
+_FORMATS = "messages, conversations, prompt and completion, instruction and output, or a text column"
 
 # https://github.com/tatsu-lab/stanford_alpaca, train.py: for models without a chat template
 _STANFORD = (
@@ -60,7 +59,7 @@ def formats(run: Settings, columns: Collection[str]) -> list[Format]:
     text = run["dataset_text_field"]
     if run["task"] == "sequence_classification":
         return [(text,)]
-    others = [one for one in (IDS, *CHATS, COMPLETIONS, ALPACA) if text not in one]
+    others = [one for one in (*CHATS, COMPLETIONS, ALPACA) if text not in one]
     ordered = [*others, (text,)] if text == "text" else [(text,), *others]
     return [found for found in ordered if set(found) <= set(columns)]
 
@@ -70,12 +69,6 @@ def takes_texts(run: Settings, features: Features, tokenizer) -> bool:
     known = formats(run, features)
     completes = known == [COMPLETIONS] and getattr(features["prompt"], "dtype", None) in TEXT_TYPES
     return tokenizer.is_fast and (completes or known == [(run["dataset_text_field"],)])
-
-
-def described(run: Settings, columns: Collection[str]) -> str:
-    """A note for a person on how the columns were read. Empty if there is only one way."""
-    known = [" and ".join(one) for one in formats(run, columns)]
-    return f"; each row is read by the first of these that it has: {', '.join(known)}" if known[1:] else ""
 
 
 # --- Encoding ------------------------------------------------------------------------------------
@@ -104,7 +97,7 @@ def encode_rows(
             found.append(own and _read(row, own, run, tokenizer))
         except UserError as error:
             raise error if first is None else _of_row(error, first + number) from None
-    tokens: list[Tokens] = [one if isinstance(one, tuple) else ([], []) for one in found]
+    tokens: list[Tokens] = [([], []) for _ in found]
     for kind, encode in ((Text, _encode_texts), (Chat, _encode_chats)):
         places = [place for place, one in enumerate(found) if isinstance(one, kind)]
         for place, pair in zip(places, encode([found[place] for place in places], run, tokenizer), strict=True):
@@ -122,11 +115,9 @@ def _of_row(error: UserError, number: int) -> UserError:
     return UserError(*(replace(one, what=f"row {number + 1:,}: {one.what}") for one in error.problems))
 
 
-def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text | Chat | Tokens | None:
+def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text | Chat | None:
     """A row that has a format. None if there is nothing to learn in it."""
     is_text = own == (run["dataset_text_field"],)
-    if own == IDS and not is_text:
-        return _token_ids(row, len(tokenizer))
     if own == ALPACA:
         row = _completion_of_alpaca(row, tokenizer.chat_template)
     completes, only = own in (COMPLETIONS, ALPACA), run["completion_only_loss"]
@@ -210,24 +201,6 @@ def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Token
     return found
 
 
-def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
-    """Token ids are taken as they are, without the padding that the attention mask marks."""
-    ids = row["input_ids"]
-    given = ids if isinstance(ids, list) else [None]
-    if wrong := [one for one in given if type(one) is not int or not 0 <= one < vocabulary]:
-        what = f"has the token id {wrong[0]!r}, and the tokenizer knows 0 to {vocabulary - 1}"
-        raise mistake("dataset_name", what, "the ids of the model's own tokenizer; or texts, which are tokenized here")
-    labels = (row["labels"] or []) if "labels" in row else ids
-    mask = row.get("attention_mask") or [1] * len(ids)
-    fits = len(ids) == len(labels) == len(mask)
-    if not fits or any(one not in (own, IGNORED) for own, one in zip(ids, labels, strict=True)):
-        what = f"has {len(ids)} input_ids, {len(labels)} labels and {len(mask)} values in attention_mask, or others"
-        fix = f"labels that are their tokens, or {IGNORED} where nothing is to learn: the model itself shifts them"
-        raise mistake("dataset_name", what, fix)
-    kept = list(compress(ids, mask))
-    return kept, list(compress(labels, mask)) if "labels" in row else kept
-
-
 def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[str, Any]:
     """A prompt and a completion: messages for the model's template, or else Stanford's text."""
     task, given, answer = (_text(row, name, "dataset_name") for name in ("instruction", "input", "output"))
@@ -243,10 +216,6 @@ def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[
 
 
 def _no_format(run: Settings, features: Features) -> UserError:
-    if {"chosen", "rejected"} <= {*features}:
-        what = "has preference pairs (chosen, rejected), and train.py does not compare answers"
-        fix = "TRL's DPOTrainer, with args = fast(args_class=DPOConfig, ...) from `from recipes import fast`"
-        return mistake("dataset_name", what, fix)
     texts = [name for name, kind in features.items() if getattr(kind, "dtype", None) in TEXT_TYPES]
     named = f"--dataset_text_field with one of {', '.join(texts)}; or " if texts else ""
     return _no_column("dataset_text_field", run["dataset_text_field"], features, f"{named}data with {_FORMATS}")

@@ -7,8 +7,6 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from launch.data.demo import CHAT_TEMPLATE, demo_tokenizer
 from launch.data.load import load_data
@@ -135,14 +133,6 @@ def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, 
         assert (tokenizer.decode(ready["input_ids"]), learned(tokenizer, ready)) == (whole, wanted)
 
 
-def test_two_calls_at_once_are_two_calls(tmp_path):
-    calls = [{"name": "get_weather", "arguments": {"city": city}} for city in ("Rome", "Oslo")]
-    chat = [SHAREGPT_CALLS[0], {"from": "function_call", "value": json.dumps(calls)}]
-    run = run_with(dataset_name=jsonl(tmp_path, [{"conversations": chat}]), assistant_only_loss=True)
-    expected = "".join(f'<call>get_weather {{"city": "{city}"}}</call>' for city in ("Rome", "Oslo"))
-    assert learned(chatting(TOOLS), load_data(run, chatting(TOOLS)).train[0]) == f"{expected}<|im_end|>"
-
-
 def test_parquet_fills_in_keys_that_the_template_does_not_see(tmp_path):
     """Arrow gives every message and every tool the keys of all others, with None."""
     other = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -248,11 +238,10 @@ def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tok
     assert len(data.train) == 1 and "300 left out: nothing to learn" in data.description
 
 
-# --- Texts, prompts and completions, token ids ---------------------------------------------------
+# --- Texts, prompts and completions ---------------------------------------------------------------
 
 ALPACA = {"instruction": "Translate to French.", "input": "Good morning", "output": "Bonjour"}
 TASK = {"instruction": "Name a prime number.", "input": "", "output": "7"}
-IDS = {"input_ids": [5, 6, 7]}
 AS_STANFORD = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:"
@@ -295,9 +284,6 @@ LEARNED = {
         ) + "Bonjour<|endoftext|>",
         "Bonjour<|endoftext|>",
     ),
-    "token ids": (IDS, {}, "&'(", "&'("),
-    "token ids with labels": ({**IDS, "labels": [-100, 6, 7]}, {}, "&'(", "'("),
-    "token ids with padding": ({"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}, {}, "&'(", "&'("),
 }  # fmt: skip
 
 
@@ -339,32 +325,28 @@ MIXED = [
     ({"prompt": "2+2=", "completion": " 4"}, " 4<|endoftext|>"),
     ({"prompt": "2+2=", "completion": None}, ""),
     ({"instruction": "c", "output": "C"}, "C<|im_end|>\n"),
-    ({"input_ids": [5, 6], "labels": [-100, 6]}, "'"),
     ({"id": "nothing"}, ""),
     ({"text": ""}, ""),
 ]  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(drawn=st.lists(st.integers(0, len(MIXED) - 1), max_size=40), parquet=st.booleans())
-def test_each_row_is_read_in_its_own_format(drawn, parquet, tmp_path_factory):
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_each_row_is_read_in_its_own_format(suffix, tmp_path):
     """As if it were alone, whatever stands beside it."""
-    folder = tmp_path_factory.mktemp("mixed")
-    rows, wanted = zip(*(MIXED[number] for number in [0, *drawn]), strict=True)
-    file = jsonl(folder, rows)
-    if parquet:
-        file = str(folder / "data.parquet")
+    rows, wanted = zip(*MIXED, strict=True)
+    file = jsonl(tmp_path, rows)
+    if suffix == "parquet":
+        file = str(tmp_path / "data.parquet")
         filled = [dict.fromkeys(name for row in rows for name in row) | row for row in rows]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(filled), file)
     data = load_data(run_with(dataset_name=file), chatting(TOOLS))
     assert [learned(demo_tokenizer(), row) for row in data.train] == [text for text in wanted if text]
 
 
-def test_the_order_of_the_formats_is_told_and_a_named_column_comes_first(tmp_path, tokenizer):
+def test_a_column_that_was_named_comes_first(tmp_path, tokenizer):
     file = jsonl(tmp_path, [{"messages": CHAT, "body": "both"}, {"messages": CHAT, "body": None}])
     data = load_data(run_with(dataset_name=file, dataset_text_field="body"), tokenizer)
     assert decoded(tokenizer, data.train)[0] == "both<|endoftext|>" and "See you" in decoded(tokenizer, data.train)[1]
-    assert data.description.endswith("each row is read by the first of these that it has: body, messages")
 
 
 # --- What is refused -----------------------------------------------------------------------------
@@ -381,11 +363,6 @@ def test_the_order_of_the_formats_is_told_and_a_named_column_comes_first(tmp_pat
 def test_what_is_only_for_one_format_is_refused_for_the_others(flag, rows, fix, tmp_path, tokenizer):
     found = problem(run_with(dataset_name=jsonl(tmp_path, rows), **{flag: True}), tokenizer)
     assert found.subject == flag and found.what.startswith(f"row {len(rows)}: has no ") and fix in found.fix
-
-
-def test_preference_pairs_are_for_another_trainer(tmp_path, tokenizer):
-    found = problem(run_with(dataset_name=jsonl(tmp_path, [{"chosen": CHAT, "rejected": CHAT}])), tokenizer)
-    assert "preference pairs" in found.what and "DPOTrainer" in found.fix
 
 
 def test_the_fix_for_a_missing_text_column_names_only_columns_with_texts(tmp_path, tokenizer):

@@ -5,9 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.data.batches import IGNORED, Pad
-from launch.data.load import Data, load_data
-from launch.host.world import World
-from recipes.errors import UserError
+from launch.data.load import load_data
 from tests.support.rows import decoded, jsonl, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -76,14 +74,3 @@ def test_padding_free_batches_have_the_loss_of_padded_ones(attention, tmp_path, 
         data = load_data(run_with(dataset_name=name, padding_free=padding_free), tokenizer)
         losses.append(model(**data.collator([data.train[n] for n in range(3)])).loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_all_processes_read_the_same_commit_of_the_hub(monkeypatch):
-    def data(commit):
-        return Data(None, None, None, "", None, commit)
-
-    monkeypatch.setattr(World, "decide", lambda world, decision: "abc")  # rank 0's
-    data("abc").require_same(World(2, 1))
-    data(None).require_same(World(2, 1))  # read from a cache that does not tell
-    with pytest.raises(UserError, match="has changed on the Hub while the processes started: rank 0 reads abc"):
-        data("def").require_same(World(2, 1))

@@ -236,12 +236,12 @@ def test_joined_texts_have_eos_between_and_no_mask(tmp_path, tokenizer):
     assert set(data.collator([data.train[0]])) == {"input_ids", "labels"}
 
 
-def test_joined_rows_without_a_label_are_left_out(tmp_path, tokenizer):
-    run = joining(tmp_path, [{"prompt": "p" * 20, "completion": "abc"}], 8)
-    (row,) = load_data(run, tokenizer).train
-    assert tokenizer.decode(row["input_ids"]) == "ppppabc<|endoftext|>"
-
-
 def test_too_few_tokens_to_join_says_how_many_there_are(tmp_path, tokenizer):
     found = problem(joining(tmp_path, texts("abc")), tokenizer)
-    assert "has 4 tokens" in found.what and "--max_length 4" in found.fix
+    assert "has 4 tokens to join, too few" in found.what
+
+
+def test_texts_of_which_a_part_is_only_read_are_not_joined(tmp_path, tokenizer):
+    """A row could hold that part alone: its loss would be nan."""
+    run = joining(tmp_path, [{"prompt": "p" * 20, "completion": "abc"}], 8)
+    assert problem(run, tokenizer).subject == "packing_strategy"

@@ -73,7 +73,7 @@ def test_rows_are_shuffled_among_those_of_a_window_only(tmp_path, tokenizer):
 
 def test_many_shards_are_dealt_out_whole(tmp_path, tokenizer):
     Dataset.from_list(texts(*map(str, range(100)))).save_to_disk(tmp_path / "saved")
-    rows = stream(tmp_path / "saved", tokenizer).parts[0].rows
+    rows = stream(tmp_path / "saved", tokenizer).parts[0].source.rows
     assert [(dealt(rows, reader, 3)[0].num_shards, *dealt(rows, reader, 3)[1:]) for reader in range(3)] == [
         (34, 0, 1),
         (33, 0, 1),
@@ -153,7 +153,7 @@ def test_examples_of_all_parts_share_packs(parts, tokenizer):
     assert any({"B", "0", "<"} <= {text[0] for text in pack.split("<|endoftext|>") if text} for pack in packs)
 
 
-@pytest.mark.parametrize("settings", [{}, {"packing": True}, {"packing": True, "packing_strategy": "wrapped"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"packing": True}], ids=str)
 @pytest.mark.parametrize(("reader", "readers"), [(0, 1), (5, 6)])
 def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, tokenizer):
     whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
@@ -195,7 +195,7 @@ def test_groups_of_rows_in_a_parquet_file_are_shards(tmp_path, tokenizer):
     Dataset.from_list(texts(*map(str, range(40)))).to_parquet(tmp_path / "data.parquet", batch_size=10)
     run = run_with(dataset_name=str(tmp_path / "data.parquet"), dataloader_num_workers=4, **STREAM)
     found = load_data(run, tokenizer)
-    assert found.train.parts[0].rows.num_shards == 4
+    assert found.train.parts[0].source.rows.num_shards == 4
     assert "4 shards for 4 readers, shuffled within 1,000 rows" in found.description
 
 
@@ -240,13 +240,6 @@ def test_fit_tries_the_longest_example_that_may_come(folder, tokenizer):
 def test_a_round_without_anything_to_learn_is_an_error(tmp_path, tokenizer):
     (example,) = stream(jsonl(tmp_path, texts("", "")), tokenizer)
     assert isinstance(example[PLACE], UserError)
-    assert "there is nothing to learn within 64 tokens in a whole round of one of 1 reader" in str(example[PLACE])
-
-
-def test_texts_of_which_joining_leaves_nothing_to_learn_are_an_error(tmp_path, tokenizer):
-    """Nothing is learned of the first token of a sequence, and here it is the only one."""
-    rows = [{"input_ids": [1] * 65, "labels": [-100] * 64 + [1]}]
-    (example,) = stream(jsonl(tmp_path, rows), tokenizer, packing=True, packing_strategy="wrapped")
     assert "there is nothing to learn within 64 tokens" in str(example[PLACE])
 
 

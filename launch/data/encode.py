@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow
 from datasets import Dataset, DatasetInfo, Features
 
@@ -62,13 +63,6 @@ def formats(run: Settings, columns: Collection[str]) -> list[Format]:
     others = [one for one in (*CHATS, COMPLETIONS, ALPACA) if text not in one]
     ordered = [*others, (text,)] if text == "text" else [(text,), *others]
     return [found for found in ordered if set(found) <= set(columns)]
-
-
-def takes_texts(run: Settings, features: Features, tokenizer) -> bool:
-    """True if a fast tokenizer takes the rows as they are: no template is rendered."""
-    known = formats(run, features)
-    completes = known == [COMPLETIONS] and getattr(features["prompt"], "dtype", None) in TEXT_TYPES
-    return tokenizer.is_fast and (completes or known == [(run["dataset_text_field"],)])
 
 
 # --- Encoding ------------------------------------------------------------------------------------
@@ -192,11 +186,9 @@ def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Token
     for number, (chat, ids) in enumerate(zip(chats, encoded["input_ids"], strict=True)):
         labels = ids
         if chat.learned is not None:
-            places = zip(ids, encoded["offset_mapping"][number], strict=True)
-            labels = [
-                token if any(start < stop and end > begin for begin, stop in chat.learned) else IGNORED
-                for token, (start, end) in places
-            ]
+            starts, ends = np.array(encoded["offset_mapping"][number]).reshape(-1, 2).T
+            holds = [(starts < stop) & (ends > begin) for begin, stop in chat.learned]
+            labels = np.where(np.any([np.zeros(len(ids), bool), *holds], axis=0), ids, IGNORED).tolist()
         found.append((ids, labels))
     return found
 

@@ -14,19 +14,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +36,14 @@ from tqdm import tqdm
 
 from launch.data import sources
 from launch.data.batches import IGNORED
-from launch.data.encode import Tokens, encode_rows, takes_texts
+from launch.data.encode import Tokens, encode_rows
 from launch.data.sources import Source
 from launch.host.files import flush, write_whole
-from launch.host.signals import end_with_parent, ending_children
 from recipes import __version__
-from recipes.errors import Failure, mistake
+from recipes.errors import mistake
 from recipes.mixture import Part
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
-
-# Has a table tokenized, whose first row has this number. The result waits for its tokens.
-Submit = Callable[[pa.Table, int], Callable[[], pa.Table]]
 
 NOTHING = np.iinfo(np.int32).max  # as first_learned: no label at all
 UNIT_BYTES = 50_000_000
@@ -155,46 +145,17 @@ class Encoder:
 
 def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
     """The tokens of a source behind a place, table by table, each with the place behind it; `first`
-    is the number of the first row. The first table is made by this process alone: little data
-    starts no others, wrong data fails at once.
+    is the number of the first row.
 
-    Texts are tokenized by the tokenizer's own threads: processes took half as much memory again.
-    Chats are by processes: templates are Python. `multiprocessing.Pool.imap` would read all the
-    data ahead, and wait for ever for a process that the kernel has killed.
+    The tokenizer's own threads make them. Processes took half as much memory again, and the
+    templates of chats, which one process renders here, are a sixth of the work.
     """
-    by_threads = takes_texts(encode.run, encode.source.features, encode.tokenizer)
-    submit: Submit = partial(partial, encode)  # nothing is made before its turn
-    waiting: deque[tuple[Callable[[], pa.Table], Json]] = deque()
-    most = 0
     with contextlib.ExitStack() as stack:
         for number, (table, after) in enumerate(encode.source.tables(ROWS_AT_ONCE, place)):
-            if number == 1 and workers > 1 and by_threads:
+            if number == 1 and workers > 1:  # little data starts no threads, which would hang in a later fork
                 stack.enter_context(_threads(workers))
-            elif number == 1 and workers > 1:
-                submit, most = stack.enter_context(_processes(encode, workers)), 2 * workers
-            waiting.append((submit(table, first), after))
+            yield encode(table, first), after
             first += len(table)
-            if len(waiting) > most:
-                tokens, after = waiting.popleft()
-                yield tokens(), after
-        for tokens, after in waiting:
-            yield tokens(), after
-
-
-@contextlib.contextmanager
-def _processes(encode: Encoder, count: int) -> Iterator[Submit]:
-    """Processes that tokenize."""
-    with ending_children():
-        # Forked, so that the tokenizer is not copied.
-        pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin, (encode,))
-        try:
-            yield lambda table, first: pool.submit(_encode_here, table, first).result
-            pool.shutdown()
-        except BrokenProcessPool:
-            fewer = "fewer of them need less memory: --dataset_num_proc"
-            raise Failure(f"a process that tokenizes the data was killed; {fewer}") from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -209,22 +170,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-_encode: Encoder  # of a process of the pool
-
-
-def _begin(encode: Encoder) -> None:
-    global _encode
-    _encode = encode
-    end_with_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads may hang in a fork
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the parent ends the pool
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _encode_here(table: pa.Table, first: int) -> pa.Table:
-    return _encode(table, first)
 
 
 # --- The folder ----------------------------------------------------------------------------------
@@ -250,7 +195,8 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
         splits = {}
         for name, rows in sources.open_splits(run, part, None).items():
             encode = Encoder(sources.source_of(part, rows), run, tokenizer)
-            splits[name] = Dataset(pa.concat_tables([tokens for tokens, _ in in_order(encode, None, 0, 1)]))
+            tables = [encode(table) for table, _ in encode.source.tables(ROWS_AT_ONCE)]
+            splits[name] = Dataset(pa.concat_tables(tables), fingerprint=name)
         return Tokenized(splits["train"], splits.get("test"))
     folder, commit = _folder(run, tokenizer, part)
     if (found := _open(folder, run, part)) is not None:
@@ -377,7 +323,6 @@ def _make_file(
 
 def _progress(name: str) -> tqdm:
     """Counts tokens, on a terminal at once, and every ten seconds elsewhere."""
-    tqdm.monitor_interval = 0  # its thread would be forked with the processes that tokenize
     seconds = 0.2 if sys.stderr.isatty() else 10
     return tqdm(desc=f"tokenizing {name}", unit=" tokens", unit_scale=True, mininterval=seconds, delay=1)
 

@@ -297,22 +297,23 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     if run["problem_type"] is None:  # the data will tell, and it is the same
         changed.pop("problem_type", None)
-    now = record.material(run)
+    now, remedies = record.material(run), {}
     for name, what in record.MATERIAL.items():
-        if now[what] and now[what] == old.get(what):  # under any name: Azure ML mounts them elsewhere at every start
+        then = old.get(what)
+        if now[what] and now[what] == then:  # under any name: Azure ML mounts them elsewhere at every start
             changed.pop(name, None)
             if what == "model":
                 changed.pop("model_revision", None)
-    start_over = "another --output_dir, or --fresh to move that run aside"
+        # Of a stream a broken row may have been mended.
+        elif fingerprints.differ(then, now[what]) and not (what == "data" and run["dataset_streaming"]):
+            changed.setdefault(name, (f"{title(run[name]) or 'the standard library'} as it was", "what it holds now"))
+            is_commit = then.startswith("commit ")
+            remedies[name] = (
+                f"--model_revision {then.removeprefix('commit ')}, " if is_commit else "the same contents, "
+            )
     for name, (then, given) in changed.items():
-        raise _refused(run, f"{run['output_dir']} holds a run with {name} {then}, not {given}", start_over)
-    for name, what in record.MATERIAL.items():
-        streamed = what == "data" and run["dataset_streaming"]  # a broken row may have been mended
-        if fingerprints.differ(old.get(what), now[what]) and not streamed:
-            is_commit, commit = old[what].startswith("commit "), old[what].removeprefix("commit ")
-            fix = f"--model_revision {commit}" if is_commit else "the same contents"
-            then = f"{title(run[name]) or 'the standard library'} as it was, not what it holds now"
-            raise _refused(run, f"{run['output_dir']} holds a run with {name} {then}", f"{fix}, {start_over}")
+        what = f"{run['output_dir']} holds a run with {name} {then}, not {given}"
+        raise _refused(run, what, f"{remedies.get(name, '')}another --output_dir, or --fresh to move that run aside")
     before, by = str(old.get("engine")), run.engine.title
     if "DeepSpeed" not in before + by:  # of FSDP only the version matters
         before, by = before.partition(",")[0], by.partition(",")[0]

@@ -9,14 +9,13 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from launch.data.load import load_data, repeated_longest
-from launch.data.streams import PLACE, WINDOW, Stream, dealt
+from launch.data.streams import PLACE, WINDOW, Stream
 from recipes.errors import StreamBroke, UserError
-from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
+from tests.support.rows import jsonl, learned, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 STREAM = dict(dataset_streaming=True, max_steps=100, max_length=64)
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 @pytest.fixture
@@ -69,16 +68,6 @@ def test_rows_are_shuffled_among_those_of_a_window_only(tmp_path, tokenizer):
     rows = texts(*(str(row) for row in range(WINDOW + 500)))
     found = rows_of(first(stream(jsonl(tmp_path, rows), tokenizer), WINDOW), tokenizer)
     assert sorted(found, key=int) == [str(row) for row in range(WINDOW)] != found
-
-
-def test_many_shards_are_dealt_out_whole(tmp_path, tokenizer):
-    Dataset.from_list(texts(*map(str, range(100)))).save_to_disk(tmp_path / "saved")
-    rows = stream(tmp_path / "saved", tokenizer).parts[0].source.rows
-    assert [(dealt(rows, reader, 3)[0].num_shards, *dealt(rows, reader, 3)[1:]) for reader in range(3)] == [
-        (34, 0, 1),
-        (33, 0, 1),
-        (33, 0, 1),
-    ]
 
 
 # --- A resume -------------------------------------------------------------------------------------
@@ -148,11 +137,6 @@ def test_the_shares_are_those_of_the_weights(ranks, parts, tokenizer):
     assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.01
 
 
-def test_examples_of_all_parts_share_packs(parts, tokenizer):
-    packs = decoded(tokenizer, first(mixture(parts, tokenizer, packing=True), 30))
-    assert any({"B", "0", "<"} <= {text[0] for text in pack.split("<|endoftext|>") if text} for pack in packs)
-
-
 @pytest.mark.parametrize("settings", [{}, {"packing": True}], ids=str)
 @pytest.mark.parametrize(("reader", "readers"), [(0, 1), (5, 6)])
 def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, tokenizer):
@@ -197,15 +181,6 @@ def test_groups_of_rows_in_a_parquet_file_are_shards(tmp_path, tokenizer):
     found = load_data(run, tokenizer)
     assert found.train.parts[0].source.rows.num_shards == 4
     assert "4 shards for 4 readers, shuffled within 1,000 rows" in found.description
-
-
-def test_readers_of_one_file_share_chats_with_other_keys(tmp_path, tokenizer, monkeypatch):
-    chats = [[{"role": "user", "content": "a", "n": row}, {"role": "assistant", "content": str(row)}] for row in (1, 2)]
-    chats[0][0]["n"] = "one"
-    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
-    whole = stream(jsonl(tmp_path, [{"messages": chat} for chat in chats]), tokenizer, assistant_only_loss=True)
-    readers = [replace(whole, rank=rank, ranks=2) for rank in (0, 1)]
-    assert [rows_of(first(reader, 1), tokenizer) for reader in readers] == [["assistant: 1"], ["assistant: 2"]]
 
 
 @pytest.mark.parametrize("packing", [False, True])

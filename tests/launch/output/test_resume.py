@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from launch.output import checkpoints, record
 from launch.output.checkpoints import manifest_of, newest_complete, newest_valid, numbered
@@ -196,18 +195,6 @@ def test_more_steps_go_on_with_intervals_and_callbacks_of_this_start(tiny_model,
     assert "is ignored by a resume" not in " ".join(longer.output.split())
 
 
-def test_early_stopping_stops_at_the_same_step_after_a_resume(tiny_model, texts, tmp_path):
-    """With patience 2, where the first evaluation stays the best, that is step 6."""
-    flags = (
-        "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 9 --load_best_model_at_end "
-        "--metric_for_best_model loss --greater_is_better true --early_stopping_patience 2 --max_steps 16"
-    ).split()
-    flags += [*SPLIT, "--learning_rate", "1e-3"]
-    assert train_here(tiny_model, texts, tmp_path, *flags).record["global_step"] == 6
-    resumed = train_here(tiny_model, texts, at_step(tmp_path, 4), *flags)
-    assert "resuming from" in resumed.output and resumed.record["global_step"] == 6
-
-
 # --- It is refused --------------------------------------------------------------------------------
 
 
@@ -255,22 +242,15 @@ def exchange_two_tokens(model):
 @pytest.mark.parametrize("change", [flip_a_weight, add_dropout, exchange_two_tokens])
 def test_the_model_that_adapters_began_with_must_be_as_it_was(change, tiny_model, texts, tmp_path):
     """A checkpoint of adapters holds neither the base model's weights nor its configuration."""
-    model, named = shutil.copytree(tiny_model, tmp_path / "model"), ["--resume_from_checkpoint"]
-    flags = "--use_peft --max_steps 3 --save_steps 2 --save_total_limit 9 --logging_steps 1".split()
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    flags = "--use_peft --max_steps 3 --save_steps 2 --logging_steps 1".split()
     assert train_here(model, texts, tmp_path / "out", *flags).code == 0
-    named.append(str(tmp_path / "out" / "checkpoint-2"))
-    assert train_here(model, texts, tmp_path / "begun", *flags, *named).code == 0
     at_step(tmp_path / "out", 2)
-    at_step(tmp_path / "begun", 0)  # it has no checkpoint of its own yet
     change(model)
+    named = ["--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")]
     for folder, more in (("out", []), ("begun", named)):
-        before = (tmp_path / folder / "run.json").read_bytes()
         outcome = train_here(model, texts, tmp_path / folder, *flags, *more)
         assert outcome.code == 2 and "model as it was, not what it holds now" in " ".join(outcome.output.split())
-        assert (tmp_path / folder / "run.json").read_bytes() == before  # merge compares with it
-    shutil.rmtree(model)
-    shutil.copytree(tiny_model, model)
-    assert train_here(model, texts, tmp_path / "begun", *flags, *named).code == 0
 
 
 def test_a_branch_of_the_hub_that_has_moved_is_another_model(finished, asked, found, tmp_path, monkeypatch):
@@ -361,29 +341,13 @@ def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(f
     assert not list(datasets.config.HF_DATASETS_CACHE.rglob("*.arrow"))
 
 
-def lack_weights(checkpoint):
-    weights = load_file(checkpoint / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
-
-
-def have_another_optimizer(checkpoint):
-    state = torch.load(checkpoint / "optimizer.pt")
-    torch.save({**state, "param_groups": state["param_groups"][:1]}, checkpoint / "optimizer.pt")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lack_weights, "lacks 1 weights of the model, among them lm_head.weight"),
-        (have_another_optimizer, "does not fit this model"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(change, words, stopped, tiny_model, texts):
+def test_an_optimizer_that_does_not_fit_the_model_is_refused(stopped, tiny_model, texts):
     (at_step(stopped, 4) / "checkpoint-4" / "manifest.json").unlink()
-    change(stopped / "checkpoint-4")
+    file = stopped / "checkpoint-4" / "optimizer.pt"
+    state = torch.load(file)
+    torch.save({**state, "param_groups": state["param_groups"][:1]}, file)
     outcome = train_here(tiny_model, texts, stopped, *SIX_STEPS)
-    assert outcome.code == 2 and words in " ".join(outcome.output.split())
+    assert outcome.code == 2 and "does not fit this model" in " ".join(outcome.output.split())
 
 
 # --- It is finished -------------------------------------------------------------------------------
@@ -461,14 +425,10 @@ def test_the_same_command_again_goes_on_from_its_newest(begun, found):
     assert again.identity == read_record(folder)["run"]
 
 
-def test_before_its_first_checkpoint_it_begins_there_again(begun, begun_run, found):
-    folder, named = begun
-    assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == begun_run / "whole" / "checkpoint-2"
-
-
-def test_another_course_begins_there_again(begun, begun_run, found):
-    folder, named = begun
-    assert found(folder, *other("--seed", "7"), *named).checkpoint == begun_run / "whole" / "checkpoint-2"
+def test_before_its_first_checkpoint_or_on_another_course_it_begins_there_again(begun, begun_run, found):
+    (folder, named), start = begun, begun_run / "whole" / "checkpoint-2"
+    assert found(folder, *other("--seed", "7"), *named).checkpoint == start
+    assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == start
 
 
 def test_a_named_checkpoint_overwrites_no_finished_run(begun, asked, finished, tmp_path):

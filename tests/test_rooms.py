@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1340,
     "launch": 540,
     "launch/commands": 1540,
-    "launch/data": 2030,
+    "launch/data": 2010,
     "launch/doctor": 1520,
     "launch/explain": 430,
     "launch/fit": 270,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from datasets import Dataset
 from transformers import DataCollatorWithFlattening
 
-from launch.data.batches import Example, Pad, Stack
-from launch.data.labels import Target, labelled, recognise
+from launch.data.batches import IGNORED, Example, Pad, Stack
+from launch.data.labels import Labelled, Target, labelled, recognise
 from launch.data.mixture import Weights, mixed, of_parts, taken, tokens_of_parts
 from launch.data.packing import Cut, Joined, Packs, in_rows, nothing_to_learn, teaches
 from launch.data.streams import WINDOW, Stream, open_part, readers_of, stream_of
@@ -22,6 +23,7 @@ from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
 
 Rows = Cut | Packs | Joined
+_MOST_CHARACTERS = 400  # of an example that a run shows
 
 
 @dataclass
@@ -149,3 +151,31 @@ def _rows(
             raise mistake("max_length", f"{what} of {run['max_length']:,} to learn from", "less, or --packing false")
     left_out = sum(map(len, tokens)) - sum(sizes)
     return rows, str(rows) + (f", {left_out:,} left out: nothing to learn in them" if left_out else ""), sizes
+
+
+# --- Examples as a person reads them --------------------------------------------------------------
+
+
+def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
+    """The first examples decoded, those of a pack each on its own, with the tokens that are learned
+    between « and ». None of a stream.
+    """
+    if isinstance(data.train, Stream):
+        return
+    rows = data.train if isinstance(data.train, Cut) else Cut(data.train.examples, data.train.length)
+    for number in range(min(count, len(rows))):
+        ids, labels = rows[number]["input_ids"], rows[number]["labels"]
+        if isinstance(rows, Labelled):
+            yield f"{tokenizer.decode(ids)} -> {rows.examples[number]['label']}"
+            continue
+        pieces = groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED)
+        texts = ((is_learned, tokenizer.decode([token for token, _ in piece])) for is_learned, piece in pieces)
+        yield "".join(f"«{text}»" if is_learned else text for is_learned, text in texts)
+
+
+def shortened(text: str) -> str:
+    """An example on one line, of a long one the beginning and the end: what is learned often stands
+    at the end.
+    """
+    text, half = text.replace("\n", "⏎"), _MOST_CHARACTERS // 2
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

@@ -118,21 +118,16 @@ class Source:
     rows: IterableDataset
     features: Features
 
-    def tables(
-        self, size: int, place: Json | None = None, rows: IterableDataset | None = None
-    ) -> Iterator[tuple[pyarrow.Table, Json]]:
-        """So many rows at a time behind a place, and the place behind them. `rows` are a share of
-        the source's.
-        """
-        rows = self.rows if rows is None else rows
+    def tables(self, size: int, place: Json | None = None) -> Iterator[tuple[pyarrow.Table, Json]]:
+        """So many rows at a time behind a place, and the place behind them."""
         if place is not None:
-            rows.load_state_dict(place)
+            self.rows.load_state_dict(place)
         with _reading(self.part.name):
-            for table in rows.iter(size):
+            for table in self.rows.iter(size):
                 if self.part.columns:
                     names = _new_names(table.column_names, self.part.columns)
                     table = table.select(list(names)).rename_columns(list(names.values()))
-                yield table_cast(table, self.features.arrow_schema), rows.state_dict()
+                yield table_cast(table, self.features.arrow_schema), self.rows.state_dict()
 
 
 def source_of(part: Part, rows: IterableDataset) -> Source:

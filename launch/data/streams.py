@@ -126,7 +126,7 @@ class Stream(torch.utils.data.IterableDataset):
                 if self.shuffles:
                     rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
                 learns = bool(before or used)  # of a round that an earlier start began, nobody knows
-                for table, after in encode.source.tables(size * fellows, before, rows):
+                for table, after in replace(encode.source, rows=rows).tables(size * fellows, before):
                     tokens = encode(table.take(np.arange(fellow, len(table), fellows)))
                     tokens = tokens.filter(teaches(encode.run, tokens["first_learned"].to_numpy()))[used:]
                     if len(tokens):

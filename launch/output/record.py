@@ -126,8 +126,7 @@ FIELDS = {
 
 def read(folder: str | Path) -> Json:
     """The record in a folder. Empty if it is missing or damaged."""
-    file = Path(folder) / NAME
-    return (os.path.isfile(file) and read_json(file)[0]) or {}  # noqa: PTH113, Path.is_file may raise
+    return read_json(Path(folder) / NAME)[0] or {}
 
 
 def read_intact(folder: str | Path) -> Json:

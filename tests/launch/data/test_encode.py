@@ -27,13 +27,6 @@ TOOLS = (
     "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-HEAD, _, TAIL = TOOLS.partition("{{ '<|im_start|>' + message.role + '\n' + message.content }}")
-BODY, _, REST = TAIL.partition("{% endfor %}{{ '<|im_end|>\n' }}")
-MARKED_TOOLS = (
-    HEAD + "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}{% generation %}"
-    "{{ message.content }}" + BODY + "{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}" + REST
-)
 
 
 def chatting(template):
@@ -122,11 +115,10 @@ CHATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("template", [TOOLS, MARKED_TOOLS], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("name", CHATS)
-def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, template, tmp_path):
+def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, tmp_path):
     row, whole, spoken = CHATS[name]
-    tokenizer = chatting("{# ipython #}" + template)
+    tokenizer = chatting("{# ipython #}" + TOOLS)
     for assistant_only, wanted in ((False, whole), (True, spoken)):
         run = run_with(dataset_name=jsonl(tmp_path, [row]), assistant_only_loss=assistant_only)
         ready = load_data(run, tokenizer).train[0]
@@ -243,8 +235,9 @@ def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tok
 ALPACA = {"instruction": "Translate to French.", "input": "Good morning", "output": "Bonjour"}
 TASK = {"instruction": "Name a prime number.", "input": "", "output": "7"}
 AS_STANFORD = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{}\n\n{}### Response:"
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\nTranslate to French.\n\n"
+    "### Input:\nGood morning\n\n### Response:"
 )
 # Rows, settings, everything that the model reads, what of it is learned
 LEARNED = {
@@ -262,10 +255,6 @@ LEARNED = {
         ALPACA, {}, said("Translate to French.\n\nGood morning", "Bonjour"), "Bonjour<|im_end|>\n",
     ),
     "Alpaca without an input": (TASK, {}, said("Name a prime number.", "7"), "7<|im_end|>\n"),
-    "Alpaca, of the assistant": (TASK, {"assistant_only_loss": True}, said("Name a prime number.", "7"), "7<|im_end|>"),
-    "Alpaca, all of it": (
-        TASK, {"completion_only_loss": False}, said("Name a prime number.", "7"), said("Name a prime number.", "7"),
-    ),
     "Alpaca that holds its text too": (
         {**TASK, "text": "whole"}, {}, said("Name a prime number.", "7"), "7<|im_end|>\n",
     ),
@@ -273,16 +262,7 @@ LEARNED = {
         {**TASK, "body": "whole"}, {"dataset_text_field": "body"}, "whole<|endoftext|>", "whole<|endoftext|>",
     ),
     "Alpaca without a chat template": (
-        TASK, {"model_name_or_path": None}, AS_STANFORD.format("", TASK["instruction"], "") + "7<|endoftext|>",
-        "7<|endoftext|>",
-    ),
-    "Alpaca with an input, without a chat template": (
-        ALPACA, {"model_name_or_path": None},
-        AS_STANFORD.format(
-            ", paired with an input that provides further context", ALPACA["instruction"],
-            "### Input:\nGood morning\n\n",
-        ) + "Bonjour<|endoftext|>",
-        "Bonjour<|endoftext|>",
+        ALPACA, {"model_name_or_path": None}, f"{AS_STANFORD}Bonjour<|endoftext|>", "Bonjour<|endoftext|>",
     ),
 }  # fmt: skip
 

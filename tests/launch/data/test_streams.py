@@ -190,11 +190,6 @@ def test_rows_with_nothing_to_learn_within_max_length_are_left_out(packing, tmp_
     assert rows_of(found, tokenizer) == ["kept", "kept"]
 
 
-def test_the_demonstration_is_streamed_too(tokenizer):
-    data = load_data(run_with(eval_strategy="steps", **STREAM), tokenizer)
-    assert "stdlib source, streamed" in data.description and len(data.eval) and first(data.train, 1)
-
-
 def test_joined_texts_lose_no_token(tmp_path, tokenizer):
     rows = texts("abc" * 30, "def" * 10, "gh")
     settings = dict(packing=True, packing_strategy="wrapped", train_sampling_strategy="sequential")

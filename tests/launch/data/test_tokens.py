@@ -153,11 +153,6 @@ def test_a_slice_reads_no_more_than_its_rows_and_the_rest_is_added_later(tmp_pat
     assert made.items() < files().items()
 
 
-def test_rows_without_tokens_count_in_a_slice(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("", "a", "", "b")), dataset_train_split="train[50%:]")
-    assert decoded(tokenizer, load_data(run, tokenizer).train) == ["b<|endoftext|>"]
-
-
 # --- Threads -------------------------------------------------------------------------------------
 
 

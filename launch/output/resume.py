@@ -307,10 +307,8 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
         # Of a stream a broken row may have been mended.
         elif fingerprints.differ(then, now[what]) and not (what == "data" and run["dataset_streaming"]):
             changed.setdefault(name, (f"{title(run[name]) or 'the standard library'} as it was", "what it holds now"))
-            is_commit = then.startswith("commit ")
-            remedies[name] = (
-                f"--model_revision {then.removeprefix('commit ')}, " if is_commit else "the same contents, "
-            )
+            _, is_commit, commit = str(then).partition("commit ")
+            remedies[name] = f"--model_revision {commit}, " if is_commit else "the same contents, "
     for name, (then, given) in changed.items():
         what = f"{run['output_dir']} holds a run with {name} {then}, not {given}"
         raise _refused(run, what, f"{remedies.get(name, '')}another --output_dir, or --fresh to move that run aside")

@@ -61,8 +61,8 @@ def test_a_record_resolves_to_the_run_that_wrote_it(recipe, hardware, written, t
     for world in (1, 2, 4):
         place = here(world, hardware=hardware, environment={})
         run = resolve(place=place, settings={"recipe": recipe, **written})
-        if not run.problems:
-            assert_same(resolve(["--config", recorded(tmp_path, run)], place), run)
+        assert not run.problems
+        assert_same(resolve(["--config", recorded(tmp_path, run)], place), run)
 
 
 def test_the_folder_of_the_run_is_not_taken_over(tmp_path):

@@ -41,7 +41,8 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 # What Trainer's own saving on SIGTERM puts into the folder, and removes when all else is there.
 _TRAINERS_MARKER = "checkpoint-is-incomplete.txt"
-_OPTIMIZER = ("optimizer", "global_step")  # how the names of its state begin, DeepSpeed's last
+# How the names of weights and of an optimizer's state begin, DeepSpeed's last.
+_WEIGHTS, _OPTIMIZER = ("model", "adapter_model", "pytorch_model", "global_step"), ("optimizer", "global_step")
 _THREADS = 4
 
 T = TypeVar("T")
@@ -238,6 +239,8 @@ def _faults(path: Path, names: list[str]) -> list[str]:
         return ["marked incomplete"]
     if not (path / MANIFEST).exists():
         found = [f"{name} is damaged or cannot be read" for name in names if not _is_readable(path / name)]
+        if not any(name.startswith(_WEIGHTS) for name in names):
+            found.append("its weights are missing")
     elif contents := manifest_of(path):
         files = contents["files"]
         found = ["its save was not completed"] if files is None else changes(path, files)

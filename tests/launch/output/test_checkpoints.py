@@ -102,6 +102,9 @@ def test_the_folder_must_have_the_number_of_its_step_or_no_number(checkpoint):
 def test_what_plain_trainer_wrote_is_valid_and_judged_in_part(plain):
     assert faults(plain) == []
     assert inspect(plain).notes[0].startswith("checkpoint-4 has no manifest.json: it was judged in part")
+    weights = (plain / "model.safetensors").rename(plain / "other.safetensors")
+    assert faults(plain) == ["its weights are missing"]
+    weights.rename(plain / "model.safetensors")
     (plain / "trainer_state.json").write_text('{"a_field_of_old": 1}')
     assert faults(plain) == ["trainer_state.json is not Trainer's"]
     (plain / "checkpoint-is-incomplete.txt").touch()

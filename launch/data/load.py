@@ -147,8 +147,9 @@ def _rows(
         together = mixed(examples, weights)
         rows = in_rows(run, together, tokenizer.pad_token_id or 0)
         if not len(rows):
-            what = f"the data of --{flag} has {lengths_of(together).sum():,} tokens to join, too few for one sequence"
-            raise mistake("max_length", f"{what} of {run['max_length']:,} to learn from", "less, or --packing false")
+            total, length = lengths_of(together).sum(), run["max_length"]
+            what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
+            raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
     left_out = sum(map(len, tokens)) - sum(sizes)
     return rows, str(rows) + (f", {left_out:,} left out: nothing to learn in them" if left_out else ""), sizes
 

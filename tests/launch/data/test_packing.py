@@ -214,7 +214,7 @@ def test_joined_texts_have_eos_between_and_no_mask(tmp_path, tokenizer):
 
 def test_too_few_tokens_to_join_says_how_many_there_are(tmp_path, tokenizer):
     found = problem(joining(tmp_path, texts("abc")), tokenizer)
-    assert "has 4 tokens to join, too few" in found.what
+    assert "has 4 tokens" in found.what and "--max_length 4" in found.fix
 
 
 def test_texts_of_which_a_part_is_only_read_are_not_joined(tmp_path, tokenizer):

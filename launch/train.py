@@ -38,7 +38,6 @@ from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from launch.data.load import Data
-    from launch.output.resume import Earlier
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,30 +83,29 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
     with failure.explained_by(run):
         print_problems(advice, out)
         require_hub(run)
-        foreseen = look_ahead(run)
-        if foreseen.finished and world.nodes == 1:  # each node may have its own folder
-            banner.print_earlier(foreseen, run, out)
+        finished = look_ahead(run)
+        if finished and world.nodes == 1:  # each node may have its own folder
+            banner.print_earlier(finished, run, out)
             return
         with failure.catch_out_of_memory(run, argv, world, stop), world.meeting(run["ddp_timeout"]):
             data = load_data(run, tokenizer, known_classes(run, tokenizer))
         run, advice = recognised(run, data.problem_type)
         print_problems(advice, out)
         with process_group(run, world), output_folder(run, world), failure.catch_out_of_memory(run, argv, world, stop):
-            train_and_record(run, world, stop, tokenizer, data, foreseen)
+            train_and_record(run, world, stop, tokenizer, data)
 
 
-def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data, foreseen: Earlier) -> None:
+def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
     """Model, Trainer, training, run.json; nothing if an earlier run has left nothing to train."""
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.build import build_arguments, build_trainer
-    from launch.training.model import checkpoint_bytes, load_model, model_bytes
+    from launch.training.model import load_model
     from launch.training.timing import results
 
     out = console(world.is_main)
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
-    data.require_same(world)
-    earlier = world.decide(lambda: find_earlier_run(run, foreseen, data.commit))
+    earlier = world.decide(lambda: find_earlier_run(run, data.commit))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:
         return
@@ -116,7 +114,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     print_progress("loading the model", out)
     model = load_model(run, tokenizer, data)
-    world.decide(lambda: make_room(run, checkpoint_bytes(model, run), model_bytes(model)))
+    world.decide(lambda: make_room(run))
     trainer = build_trainer(run, world, args, model, tokenizer, data, out, earlier.identity, stop)
     banner.banner(run, model, tokenizer, data, out)
     trainer.make_readable(earlier.checkpoint)

@@ -73,7 +73,7 @@ class RunFlags:
     max_length: int = flag(
         1024, "longest sequence in tokens; longer ones are cut, packed ones have exactly this length"
     )
-    dataset_num_proc: int | None = flag(None, "processes or threads that tokenize on a node [its cores]")
+    dataset_num_proc: int | None = flag(None, "threads that tokenize on a node [its cores]")
     packing: bool = flag(False, "fill sequences of exactly max_length tokens with several examples")
     packing_strategy: Literal["bfd", "wrapped"] = flag(
         "bfd", "bfd: whole examples that do not see each other, the best fit; wrapped: texts joined and cut"

@@ -79,9 +79,8 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
         raise mistake("dataset_streaming", what, "leave it out, here and in the training")
     quiet_libraries(run["verbose"])
     prepare_environment(run)
-    from launch.data.load import load_data
+    from launch.data.load import load_data, shown_examples
     from launch.data.mixture import tokens_of_parts
-    from launch.data.shown import shown_examples
     from launch.data.tokens import lengths_of
     from launch.training.model import known_classes, load_tokenizer, with_model
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, pairwise
 from typing import Any
 
 from jinja2 import TemplateError
@@ -62,9 +62,9 @@ def read_chat(
     teaches = [number >= first and _teaches(message) for number, message in enumerate(chat)]
     if not assistant_only:
         return Chat(template.text, template.spans(teaches) if completion_only or not all(teaches) else None)
-    if template.marks_answers:
+    if (marked := template.marked()) is not None:
         within = [(0, len(template.text))] if all(teaches) else template.spans(teaches)
-        return Chat(template.text, [one for one in template.marked() if any(a <= one[0] < b for a, b in within)])
+        return Chat(template.text, [one for one in marked if any(a <= one[0] < b for a, b in within)])
     answered = [one and message["role"] == "assistant" for one, message in zip(teaches, chat, strict=True)]
     return Chat(template.text, template.answers(answered))
 
@@ -173,57 +173,46 @@ class _Template:
             fix = 'messages such as {"role": "user", "content": "..."}, in an order that the template allows'
             raise mistake("dataset_name", what, fix) from None
 
-    @property
-    def marks_answers(self) -> bool:
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
-
-    def marked(self) -> Spans:
-        """The characters that the template itself marks as the assistant's."""
+    def marked(self) -> Spans | None:
+        """The characters that the template marks as the assistant's; None if it marks none."""
+        if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
+            return None
         options = dict(tools=self.tools, chat_template=self.source, return_assistant_tokens_mask=True)
         _, (spans,) = render_jinja_template([self.chat], **options, **self.tokenizer.special_tokens_map)
         return spans
 
     def spans(self, teaches: Sequence[bool]) -> Spans:
         """The characters of the messages that teach, with what the template writes around them."""
-        found = []
-        for learned, group in groupby(range(len(self.chat)), teaches.__getitem__):
-            numbers = list(group)
-            if learned:
-                found.append((self._words_of(numbers[0]), self._words_of(numbers[-1] + 1)))
-        return found
+        begins = [self._begin(number) for number in range(len(self.chat))] + [len(self.text)]
+        return [span for span, learned in zip(pairwise(begins), teaches, strict=True) if learned]
 
     def answers(self, teaches: Sequence[bool]) -> Spans:
-        """The characters of the assistant's messages that teach, without the line break behind."""
+        """The characters of the messages that teach, without the line break behind."""
         found = []
-        for number in (number for number, learned in enumerate(teaches) if learned):
-            rendered = self.text if number + 1 == len(self.chat) else self.render(self.chat[: number + 1])
+        for number in compress(range(len(self.chat)), teaches):
+            rendered = self.render(self.chat[: number + 1])
             if not self.text.startswith(rendered):
                 what = "the tokenizer's chat template rewrites earlier messages, so the assistant's cannot be found"
                 fix = "a chat template that marks them with {% generation %} ... {% endgeneration %}"
                 raise mistake("assistant_only_loss", what, fix)
-            found.append((self._words_of(number), len(rendered.rstrip())))
+            found.append((self._begin(number), len(rendered.rstrip())))
         return found
 
-    def _words_of(self, number: int) -> int:
+    def _begin(self, number: int) -> int:
         """The place of the character at which a message begins, or of an answer its words.
 
-        Many templates write the last answer in another way than those before it. Then it is where
-        the words of the message begin: a text with others is the same up to there.
+        Some templates write what comes before in another way if it is the end. Then it is where a
+        text with other words in the message begins to differ.
         """
-        if number == len(self.chat):
-            return len(self.text)
         message = self.chat[number]
         is_answer = message["role"] == "assistant"
-        if number:
-            opening = self.render(self.chat[:number], add_generation_prompt=is_answer)
+        if number or not is_answer:
+            opening = self.render(self.chat[:number], add_generation_prompt=is_answer) if number else ""
             if self.text.startswith(opening):
                 return len(opening)
-        elif not is_answer:
-            return 0
         other = self.render([*self.chat[:number], {**message, "content": "\0"}, *self.chat[number + 1 :]])
-        pairs = enumerate(zip(self.text, other, strict=False))
-        shared = next((place for place, (one, two) in pairs if one != two), len(self.text))
-        if shared == len(self.text):
+        if other == self.text:
             what = f"the tokenizer's chat template leaves out a message of the {message['role']}"
             raise mistake("dataset_name", what, "chats whose messages the template writes")
-        return shared
+        pairs = enumerate(zip(self.text, other, strict=False))
+        return next((place for place, (one, two) in pairs if one != two), len(self.text))

@@ -4,30 +4,27 @@ texts, prompts and completions, chats, Alpaca, or token ids.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import chain, compress, repeat, zip_longest
 from typing import Any
 
+import numpy as np
 import pyarrow
 from datasets import Dataset, DatasetInfo, Features
 
 from launch.data.batches import IGNORED
 from launch.data.chats import Chat, read_chat
+from launch.data.columns import ALPACA, CHATS, COMPLETIONS, IDS, Format, column_problems, formats
 from recipes.errors import UserError, mistake, one_line
+from recipes.mixture import Part
 from recipes.run import Settings
 
-Format = tuple[str, ...]  # the columns that it must have; the last one holds what is learned
 Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels: the same list if all is learned
 
-IDS = ("input_ids",)
-CHATS = (("messages",), ("conversations",), ("conversation",))  # OpenAI and TRL; ShareGPT; LMSYS and WildChat
-COMPLETIONS = ("prompt", "completion")
-ALPACA = ("instruction", "output")
 _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
 TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the second
 
-_FORMATS = "messages, conversations, prompt and completion, instruction and output, input_ids or a text column"
 
 # https://github.com/tatsu-lab/stanford_alpaca, train.py: for models without a chat template
 _STANFORD = (
@@ -49,35 +46,6 @@ class Text:
     learns_prompt: bool
 
 
-# --- Which format --------------------------------------------------------------------------------
-
-
-def formats(run: Settings, columns: Collection[str]) -> list[Format]:
-    """The formats that rows with these columns may have: each row has the first with a value in it.
-
-    Texts come last, unless another column than the default was named: that one was asked for.
-    """
-    text = run["dataset_text_field"]
-    if run["task"] == "sequence_classification":
-        return [(text,)]
-    others = [one for one in (IDS, *CHATS, COMPLETIONS, ALPACA) if text not in one]
-    ordered = [*others, (text,)] if text == "text" else [(text,), *others]
-    return [found for found in ordered if set(found) <= set(columns)]
-
-
-def takes_texts(run: Settings, features: Features, tokenizer) -> bool:
-    """True if a fast tokenizer takes the rows as they are: no template is rendered."""
-    known = formats(run, features)
-    completes = known == [COMPLETIONS] and getattr(features["prompt"], "dtype", None) in TEXT_TYPES
-    return tokenizer.is_fast and (completes or known == [(run["dataset_text_field"],)])
-
-
-def described(run: Settings, columns: Collection[str]) -> str:
-    """A note for a person on how the columns were read. Empty if there is only one way."""
-    known = [" and ".join(one) for one in formats(run, columns)]
-    return f"; each row is read by the first of these that it has: {', '.join(known)}" if known[1:] else ""
-
-
 # --- Encoding ------------------------------------------------------------------------------------
 
 
@@ -88,13 +56,10 @@ def encode_rows(
 
     `first` is the number of the first row in its split, so that a mistake can name its row.
     """
+    texts = {name: getattr(kind, "dtype", None) in TEXT_TYPES for name, kind in features.items()}
+    if wrong := column_problems(run, Part(""), texts):
+        raise UserError(*wrong)
     known = formats(run, features)
-    if run["task"] == "sequence_classification":
-        for flag in ("dataset_text_field", "dataset_label_field"):
-            if run[flag] not in features:
-                raise _no_column(flag, run[flag], features, f"--{flag} with one of them")
-    elif not known:
-        raise _no_format(run, features)
     columns = _in_python(rows.select(list({*chain(*known), *_BESIDE} & {*features})), features)
     found: list[Any] = []
     for number in range(len(rows)):
@@ -201,31 +166,25 @@ def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Token
     for number, (chat, ids) in enumerate(zip(chats, encoded["input_ids"], strict=True)):
         labels = ids
         if chat.learned is not None:
-            places = zip(ids, encoded["offset_mapping"][number], strict=True)
-            labels = [
-                token if any(start < stop and end > begin for begin, stop in chat.learned) else IGNORED
-                for token, (start, end) in places
-            ]
+            starts, ends = np.array(encoded["offset_mapping"][number]).reshape(-1, 2).T
+            holds = [(starts < stop) & (ends > begin) for begin, stop in chat.learned]
+            labels = np.where(np.any([np.zeros(len(ids), bool), *holds], axis=0), ids, IGNORED).tolist()
         found.append((ids, labels))
     return found
 
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
-    """Token ids are taken as they are, without the padding that the attention mask marks."""
-    ids = row["input_ids"]
-    given = ids if isinstance(ids, list) else [None]
-    if wrong := [one for one in given if type(one) is not int or not 0 <= one < vocabulary]:
-        what = f"has the token id {wrong[0]!r}, and the tokenizer knows 0 to {vocabulary - 1}"
+    """Token ids and their labels as they are, without the padding that the attention mask marks."""
+    ids, mask = row["input_ids"], row.get("attention_mask")
+    labels = row["labels"] or [] if "labels" in row else ids
+    if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
+        what = f"has token ids that the tokenizer does not know: it has {vocabulary:,}"
         raise mistake("dataset_name", what, "the ids of the model's own tokenizer; or texts, which are tokenized here")
-    labels = (row["labels"] or []) if "labels" in row else ids
-    mask = row.get("attention_mask") or [1] * len(ids)
-    fits = len(ids) == len(labels) == len(mask)
-    if not fits or any(one not in (own, IGNORED) for own, one in zip(ids, labels, strict=True)):
-        what = f"has {len(ids)} input_ids, {len(labels)} labels and {len(mask)} values in attention_mask, or others"
+    if any(one not in (own, IGNORED) for own, one in zip_longest(ids, labels)):
         fix = f"labels that are their tokens, or {IGNORED} where nothing is to learn: the model itself shifts them"
-        raise mistake("dataset_name", what, fix)
-    kept = list(compress(ids, mask))
-    return kept, list(compress(labels, mask)) if "labels" in row else kept
+        raise mistake("dataset_name", "has labels that are other tokens than its input_ids", fix)
+    kept = list(compress(ids, mask or repeat(1)))
+    return kept, list(compress(labels, mask or repeat(1)))
 
 
 def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[str, Any]:
@@ -237,20 +196,3 @@ def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[
     context = f"### Input:\n{given}\n\n" if given else ""
     text = _STANFORD.format(paired=_PAIRED if given else "", instruction=task, context=context)
     return {"prompt": text, "completion": answer}
-
-
-# --- What is refused -----------------------------------------------------------------------------
-
-
-def _no_format(run: Settings, features: Features) -> UserError:
-    if {"chosen", "rejected"} <= {*features}:
-        what = "has preference pairs (chosen, rejected), and train.py does not compare answers"
-        fix = "TRL's DPOTrainer, with args = fast(args_class=DPOConfig, ...) from `from recipes import fast`"
-        return mistake("dataset_name", what, fix)
-    texts = [name for name, kind in features.items() if getattr(kind, "dtype", None) in TEXT_TYPES]
-    named = f"--dataset_text_field with one of {', '.join(texts)}; or " if texts else ""
-    return _no_column("dataset_text_field", run["dataset_text_field"], features, f"{named}data with {_FORMATS}")
-
-
-def _no_column(flag: str, column: str, features: Features, fix: str) -> UserError:
-    return mistake(flag, f"there is no column {column!r}; the data has {', '.join(features)}", fix)

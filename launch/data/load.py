@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from datasets import Dataset
 from transformers import DataCollatorWithFlattening
 
-from launch.data.batches import Example, Pad, Stack
-from launch.data.encode import described
-from launch.data.labels import Target, labelled, recognise
+from launch.data.batches import IGNORED, Example, Pad, Stack
+from launch.data.labels import Labelled, Target, labelled, recognise
 from launch.data.mixture import Weights, mixed, of_parts, taken, tokens_of_parts
-from launch.data.packing import Cut, Joined, Packs, in_rows, nothing_to_learn, reach
+from launch.data.packing import Cut, Joined, Packs, in_rows, nothing_to_learn, teaches
 from launch.data.streams import WINDOW, Stream, open_part, readers_of, stream_of
 from launch.data.tokens import Tokenized, lengths_of, numbers_of
-from launch.host.world import World
 from recipes.errors import UserError, mistake, plural
 from recipes.mixture import title
 from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
 
 Rows = Cut | Packs | Joined
+_MOST_CHARACTERS = 400  # of an example that a run shows
 
 
 @dataclass
@@ -51,15 +51,6 @@ class Data:
     def examples(self) -> int:
         """How many there are to train on; 0 if unknown."""
         return 0 if isinstance(self.train, Stream) else len(self.train or ())
-
-    def require_same(self, world: World) -> None:
-        """Each process asks the Hub for itself. Raises `UserError` on one that got another commit
-        than rank 0.
-        """
-        commit = world.decide(lambda: self.commit)
-        if commit and self.commit and commit != self.commit:
-            what = f"has changed on the Hub while the processes started: rank 0 reads {commit}, this one {self.commit}"
-            raise mistake("dataset_name", what, "the same command again")
 
 
 def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
@@ -104,7 +95,7 @@ def _streamed(run: RunSpec, tokenizer) -> Data:
     packing = f", packed into sequences of {run['max_length']:,} tokens" if run["packing"] else ""
     dealt = f"{plural(sum(stream.shards), 'shard')} for {plural(readers_of(run), 'reader')}"
     lines = [
-        f"{part.source}: {stream.share(number):.1%} of all, {plural(shards, 'shard')}"
+        f"{part.source.part}: {stream.share(number):.1%} of all, {plural(shards, 'shard')}"
         for number, (part, shards) in enumerate(zip(parts, stream.shards, strict=True))
     ]
     return _data(run, tokenizer, stream, f"streamed: {dealt}, {order}{packing}", lines, tokens)
@@ -119,15 +110,10 @@ def _data(
     tokens: Sequence[Tokenized],
     target: Target | None = None,
 ) -> Data:
-    """What was loaded to train on, with what there is to evaluate on, in words too: one line, or
-    for a mixture one more for each part.
+    """The data to train on, of which `counts` and for each part of a mixture one of the `lines`
+    tell a person, with what there is to evaluate on.
     """
-    text = f"{title(run['dataset_name']) or 'stdlib source'}, {counts}"
-    notes = [described(run, one.columns) for one in tokens]
-    if notes[1:]:
-        text = "\n".join([text, *(line + note for line, note in zip(lines, notes, strict=True))])
-    else:
-        text += notes[0]
+    text = "\n".join([f"{title(run['dataset_name']) or 'stdlib source'}, {counts}", *(lines if lines[1:] else [])])
     evaluation = None
     if held_out := [one.eval for one in tokens if one.eval is not None]:
         evaluation, counts, _ = _rows(run, tokenizer, held_out, "dataset_test_split", [None], target)
@@ -145,9 +131,6 @@ def _data(
     return Data(train, evaluation, collator, text, labels, commit, kind)
 
 
-# --- Rows of tokens ------------------------------------------------------------------------------
-
-
 def _rows(
     run: Settings, tokenizer, tokens: Sequence[Dataset], flag: str, weights: Weights, target: Target | None
 ) -> tuple[Rows, str, list[int]]:
@@ -157,27 +140,43 @@ def _rows(
         rows = labelled(run, tokens[0], target, flag)
         sizes = [len(rows)]
     else:
-        examples = [_learnable(run, one) for one in tokens]
-        if not all(map(len, examples)):
-            raise nothing_to_learn(flag, run["max_length"])
-        rows = _in_rows(run, tokenizer, mixed(examples, weights), flag)
+        examples = [part.select(np.flatnonzero(teaches(run, numbers_of(part, "first_learned")))) for part in tokens]
         sizes = [len(part) for part in examples]
+        if not all(sizes):
+            raise nothing_to_learn(flag, run["max_length"])
+        together = mixed(examples, weights)
+        rows = in_rows(run, together, tokenizer.pad_token_id or 0)
+        if not len(rows):
+            total, length = lengths_of(together).sum(), run["max_length"]
+            what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
+            raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
     left_out = sum(map(len, tokens)) - sum(sizes)
-    text = f", {left_out:,} left out: nothing to learn in them" if left_out else ""
-    return rows, str(rows) + text, sizes
+    return rows, str(rows) + (f", {left_out:,} left out: nothing to learn in them" if left_out else ""), sizes
 
 
-def _learnable(run: Settings, tokens: Dataset) -> Dataset:
-    """The examples without those that have nothing to learn."""
-    return tokens.select(np.flatnonzero(numbers_of(tokens, "first_learned") < reach(run)))
+# --- Examples as a person reads them --------------------------------------------------------------
 
 
-def _in_rows(run: Settings, tokenizer, examples: Dataset, flag: str) -> Cut | Packs | Joined:
-    rows = in_rows(run, examples, tokenizer.pad_token_id or 0)
-    if len(rows):
-        return rows
-    total, length = int(lengths_of(examples).sum()), run["max_length"]
-    if total >= length:
-        raise nothing_to_learn(flag, run["max_length"])
-    what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
-    raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
+def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
+    """The first examples decoded, those of a pack each on its own, with the tokens that are learned
+    between « and ». None of a stream.
+    """
+    if isinstance(data.train, Stream):
+        return
+    rows = data.train if isinstance(data.train, Cut) else Cut(data.train.examples, data.train.length)
+    for number in range(min(count, len(rows))):
+        ids, labels = rows[number]["input_ids"], rows[number]["labels"]
+        if isinstance(rows, Labelled):
+            yield f"{tokenizer.decode(ids)} -> {rows.examples[number]['label']}"
+            continue
+        pieces = groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED)
+        texts = ((is_learned, tokenizer.decode([token for token, _ in piece])) for is_learned, piece in pieces)
+        yield "".join(f"«{text}»" if is_learned else text for is_learned, text in texts)
+
+
+def shortened(text: str) -> str:
+    """An example on one line, of a long one the beginning and the end: what is learned often stands
+    at the end.
+    """
+    text, half = text.replace("\n", "⏎"), _MOST_CHARACTERS // 2
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

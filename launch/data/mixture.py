@@ -20,7 +20,7 @@ from datasets import Dataset
 
 from launch.data.tokens import Tokenized, tokenized
 from recipes.errors import UserError
-from recipes.mixture import Part, parts_of
+from recipes.mixture import Part, parts_of_run
 from recipes.run import RunSpec
 
 Found = TypeVar("Found")
@@ -34,7 +34,7 @@ def tokens_of_parts(run: RunSpec, tokenizer) -> list[tuple[Part, Tokenized]]:
 
 def of_parts(run: RunSpec, read: Callable[[Part], Found]) -> list[tuple[Part, Found]]:
     """Each part of the run's data, with what `read` makes of it. The demonstration has no name."""
-    parts = parts_of(run["dataset_name"]) or [Part("")]
+    parts = parts_of_run(run) or [Part("")]
     found = []
     for part in parts:
         with naming(part.name, len(parts) == 1):

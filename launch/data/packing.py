@@ -18,7 +18,7 @@ from datasets import Dataset
 
 from launch.data.batches import IGNORED, Example
 from launch.data.tokens import NOTHING, arrays_of, lengths_of
-from recipes.errors import UserError, mistake, plural
+from recipes.errors import UserError, mistake
 from recipes.run import Settings
 
 Row = dict[str, torch.Tensor]
@@ -104,13 +104,10 @@ class Packs(_Made):
 
 @dataclass
 class Joined(_Made):
-    """Row `i` is the part `rows[i]` of the examples joined end to end.
-
-    The incomplete last part is left out, and so are those with nothing to learn: a micro-batch of
-    only such rows has a loss of nan.
+    """Row `i` is the part `i` of the examples joined end to end. The incomplete last part is left
+    out.
     """
 
-    rows: np.ndarray
     ends: np.ndarray = field(repr=False)  # of each example, in the joined tokens
 
     def __str__(self) -> str:
@@ -119,10 +116,12 @@ class Joined(_Made):
         return f"{len(self):,} sequences of {self.length:,} tokens{more}"
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return int(self.ends[-1]) // self.length if len(self.ends) else 0
 
     def __getitem__(self, number: int) -> Row:
-        start = int(self.rows[number]) * self.length
+        if not 0 <= number < len(self):
+            raise IndexError
+        start = number * self.length
         first, last = np.searchsorted(self.ends, [start, start + self.length - 1], side="right")
         table = self._tables[range(first, last + 1)]
         ids, labels = (np.concatenate(part) for part in zip(*arrays_of(table), strict=True))
@@ -134,19 +133,25 @@ def joins(run: Settings) -> bool:
     return run["packing"] and run["packing_strategy"] == "wrapped"
 
 
-def reach(run: Settings) -> int:
-    """An example teaches something if it learns a token before this one: the others are cut off.
+def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
+    """True for each example that teaches something, by the place of its first label: labels beyond
+    `max_length` are cut off. A micro-batch of only others would have a loss of nan.
 
-    A micro-batch of only such examples has a loss of nan.
+    Raises `UserError` if texts are joined and parts of them are only read: a row could hold those
+    alone.
     """
-    return NOTHING if joins(run) else run["max_length"]
+    if not joins(run):
+        return first_learned < run["max_length"]
+    found = first_learned < NOTHING
+    if (first_learned[found] > 1).any():
+        what = "wrapped joins texts of which all is learned, and the data has prompts that are only read"
+        raise mistake("packing_strategy", what, "--packing_strategy bfd, or --completion_only_loss false")
+    return found
 
 
-def nothing_to_learn(flag: str, longest: int, readers: int = 0) -> UserError:
-    where = f" in a whole round of one of {plural(readers, 'reader')}" if readers else ""
-    what = f"there is nothing to learn within {longest:,} tokens{where}: all labels are masked"
-    fix = "texts, completions or assistant messages that are not empty, a larger --max_length"
-    return mistake(flag, what, fix + (", or rows for each process and worker" if readers else ""))
+def nothing_to_learn(flag: str, longest: int) -> UserError:
+    what = f"there is nothing to learn within {longest:,} tokens: all labels are masked"
+    return mistake(flag, what, "texts, completions or assistant messages that are not empty, a larger --max_length")
 
 
 def in_rows(run: Settings, examples: Dataset, padding: int) -> Cut | Packs | Joined:
@@ -164,9 +169,7 @@ def packed(examples: Dataset, length: int, padding: int = 0) -> Packs:
 
 def joined(examples: Dataset, length: int) -> Joined:
     """All examples end to end, cut into rows of `length` tokens."""
-    ends = lengths_of(examples).cumsum()
-    count = int(ends[-1]) // length if len(ends) else 0
-    return Joined(examples, length, _rows_that_teach(examples, length, count), ends)
+    return Joined(examples, length, lengths_of(examples).cumsum())
 
 
 def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -194,19 +197,6 @@ def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
             spaces |= 1 << left
     by_row = np.argsort(row_of, kind="stable")
     return order[by_row], np.searchsorted(np.array(row_of, np.int64)[by_row], np.arange(count + 1))
-
-
-def _rows_that_teach(examples: Dataset, length: int, count: int) -> np.ndarray:
-    """The numbers of the rows with a label. Nothing predicts the first, so it does not count."""
-    learned = np.zeros(count, bool)
-    start = 0
-    for table in examples.with_format("arrow").iter(1_000):
-        labels = np.concatenate([np.empty(0, np.int32), *(label for _, label in arrays_of(table))])
-        place = np.flatnonzero(labels != IGNORED) + start
-        rows = place[(place % length > 0) & (place < count * length)] // length
-        learned[rows] = True
-        start += len(labels)
-    return np.flatnonzero(learned)
 
 
 def _row(**columns: np.ndarray) -> Row:

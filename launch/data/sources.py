@@ -17,15 +17,15 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, ReadInstru
 from datasets.table import table_cast
 from huggingface_hub import HfApi
 
+from launch.data.columns import new_names
 from launch.data.demo import demo_corpus, held_out
 from recipes.errors import StreamBroke, UserError, mistake, one_line
 from recipes.mixture import Part, parts_of, paths_of
 from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import Json, Settings
 
-# A reader takes some 10 MB at a time, and each time the columns and types that it finds there.
-_ALIKE = "the columns and types of the first rows in all others, or a file for each: --dataset_name FILE FILE"
-_ON_HUB = "check the spelling, the network and `hf auth login`"
+_WHOLE = "whole files in UTF-8, all their rows with the columns and types of the first"
+_ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; a local path is found from here"
 
 
 # --- Splits --------------------------------------------------------------------------------------
@@ -87,8 +87,7 @@ def file_versions(name: str) -> list | None:
     The time of the last change of the file itself is one that no program can set back, as `rsync
     -t` and `tar` do with that of its contents.
     """
-    paths = paths_of(name)
-    if not paths:
+    if not (paths := paths_of(name)):
         return None
     if (folder := paths[0]).is_dir():  # the library reads no hidden ones
         inside = [file for file in sorted(folder.rglob("*")) if file.is_file()]
@@ -111,26 +110,39 @@ def newest_commit(name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Streams:
-    """All splits of a part of the data, read as Arrow tables when they are asked for."""
+class Source:
+    """A split of a part of the data, read as Arrow tables when they are asked for. `features` are
+    those of the first rows with columns renamed, and later rows must be like them.
+    """
 
     part: Part
-    splits: dict[str, IterableDataset]
-    commit: str | None = None  # of the Hub
+    rows: IterableDataset
+    features: Features
 
-    def features(self, split: str) -> Features:
-        """Those of the first rows, with columns renamed: some readers say none, and later rows
-        must be like them.
-        """
-        features = self.splits[split].features
-        if features is None:
-            with _reading(self.part.name):
-                first = next(iter(self.splits[split].iter(1)), None)
-            features = Features() if first is None else Features.from_arrow_schema(first.schema)
-        if absent := [column for column in self.part.columns if column not in features]:
-            what = f"{self.part.name} has no column {absent[0]!r}; it has {', '.join(features)}"
-            raise mistake("dataset_name", what, "columns with names that are there")
-        return Features({new: features[old] for old, new in _new_names(features, self.part.columns).items()})
+    def tables(self, size: int, place: Json | None = None) -> Iterator[tuple[pyarrow.Table, Json]]:
+        """So many rows at a time behind a place, and the place behind them."""
+        if place is not None:
+            self.rows.load_state_dict(place)
+        with _reading(self.part.name):
+            for table in self.rows.iter(size):
+                if self.part.columns:
+                    names = new_names(table.column_names, self.part)
+                    table = table.select(list(names)).rename_columns(list(names.values()))
+                yield table_cast(table, self.features.arrow_schema), self.rows.state_dict()
+
+
+def source_of(part: Part, rows: IterableDataset) -> Source:
+    """The source of these rows. Raises `UserError` if a column is missing that the part renames."""
+    features = rows.features
+    if features is None:  # some readers say none
+        with _reading(part.name):
+            first = next(iter(rows.iter(1)), None)
+        features = Features() if first is None else Features.from_arrow_schema(first.schema)
+    if absent := [column for column in part.columns if column not in features]:
+        what = f"{part.name} has no column {absent[0]!r}; it has {', '.join(features)}"
+        raise mistake("dataset_name", what, "columns with names that are there")
+    names = new_names(features, part)
+    return Source(part, rows, Features({new: features[old] for old, new in names.items()}))
 
 
 def demo_splits(run: Settings) -> dict[str, Dataset]:
@@ -140,8 +152,8 @@ def demo_splits(run: Settings) -> dict[str, Dataset]:
     return {name: Dataset.from_dict({"text": part}) for name, part in parts.items()}
 
 
-def open_streams(run: Settings, part: Part, commit: str | None, shards: int = 1) -> Streams:
-    """A part of the run's data; `commit` is that of `newest_commit`.
+def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) -> dict[str, IterableDataset]:
+    """The splits of a part of the run's data; `commit` is that of `newest_commit`.
 
     Rows that lie on the disk as Arrow tables get so many `shards`; others have their own.
     """
@@ -150,7 +162,7 @@ def open_streams(run: Settings, part: Part, commit: str | None, shards: int = 1)
         if isinstance(rows, Dataset):
             rows = rows.to_iterable_dataset(max(1, min(shards, len(rows))))
         splits[name] = rows.with_format("arrow")
-    return Streams(part, splits, commit)
+    return splits
 
 
 def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
@@ -182,32 +194,8 @@ def _open_hub(name: str, config: str | None, commit: str | None) -> Mapping:
             return datasets.load_dataset(name, config, revision=commit, streaming=True)
         return datasets.load_dataset(name, config)  # out of reach: in the library's own cache
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        # No such configuration, or one must be chosen: the library lists them.
-        if isinstance(error, ValueError) and "config" in str(error).lower():
-            raise mistake("dataset_config", _cause(error), "--dataset_config with one of them") from None
-        what = "is neither a local file or folder nor a data set that can be read from the Hub"
-        fix = f"{_ON_HUB}; a local path is found from the current folder"
-        raise mistake("dataset_name", f"{name!r} {what}: {_cause(error)}", fix) from None
-
-
-def tables(
-    stream: IterableDataset, part: Part, features: Features, rows: int, state: Json | None = None
-) -> Iterator[tuple[pyarrow.Table, Json]]:
-    """The rows of a stream behind a place, so many at a time, with the types of `features` once
-    their columns are renamed; and the place behind them.
-    """
-    if state is not None:
-        stream.load_state_dict(state)
-    with _reading(part.name):
-        for table in stream.iter(rows):
-            names = _new_names(table.column_names, part.columns)
-            table = table.select(list(names)).rename_columns(list(names.values())) if part.columns else table
-            yield table_cast(table, features.arrow_schema), stream.state_dict()
-
-
-def _new_names(names: Sequence[str] | Features, columns: Mapping[str, str]) -> dict[str, str]:
-    """Old name -> new name. A column is left out if another one gets its name."""
-    return {name: columns.get(name, name) for name in names if name in columns or name not in columns.values()}
+        what = f"{name!r} is neither a local file or folder nor a data set that can be read from the Hub"
+        raise mistake("dataset_name", f"{what}: {_cause(error)}", _ON_HUB) from None
 
 
 # --- What cannot be read -------------------------------------------------------------------------
@@ -219,21 +207,16 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # parsers and networks raise anything
-        damaged = (gzip.BadGzipFile, EOFError, zlib.error)  # a .gz that was not copied whole, or is none
-        if isinstance(error, (ValueError, TypeError, LookupError, *damaged)):
+        # The last three for a .gz that was not copied whole, or is none.
+        if isinstance(error, (ValueError, TypeError, LookupError, gzip.BadGzipFile, EOFError, zlib.error)):
             raise unreadable(name, error) from None
         raise StreamBroke(f"{name} could not be read on: {_cause(error)}") from None
 
 
 def unreadable(name: str, error: Exception) -> UserError:
     """The mistake in data whose reader has raised `error`. The library's log names the file."""
-    cause = _cause(error)
-    fix = "correct the file" if paths_of(name) else _ON_HUB
-    if "Couldn't cast" in cause or "column names don't match" in cause:
-        fix = _ALIKE
-    elif "utf" in cause.lower():
-        fix = f"UTF-8: iconv -f LATIN1 (or UTF-16) -t UTF-8 {name}"
-    return mistake("dataset_name", f"{name} cannot be read: {cause}", fix)
+    fix = _WHOLE if paths_of(name) else _ON_HUB
+    return mistake("dataset_name", f"{name} cannot be read: {_cause(error)}", fix)
 
 
 def _cause(error: BaseException) -> str:

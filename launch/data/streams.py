@@ -24,14 +24,13 @@ from functools import partial
 import fsspec.asyn
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 import torch
 from datasets import Dataset, IterableDataset
 
 from launch.data import sources
 from launch.data.batches import IGNORED, Example
 from launch.data.mixture import evenly, naming
-from launch.data.packing import in_rows, joins, nothing_to_learn, reach
+from launch.data.packing import in_rows, joins, nothing_to_learn, teaches
 from launch.data.tokens import Encoder, Tokenized, token_table, tokenized
 from recipes.errors import StreamBroke, UserError
 from recipes.mixture import Part
@@ -40,27 +39,6 @@ from recipes.run import Json, RunSpec, Settings
 WINDOW = 1_000  # examples that are packed and shuffled together
 PLACE = "place"  # in an example, and in a batch: where the stream goes on after it
 SHARDS = 1024  # of rows that are on the disk: as many readers as any world has get as many rows
-
-
-@dataclass(frozen=True)
-class StreamedPart:
-    """A part of the data, or the single source."""
-
-    rows: IterableDataset  # of Arrow tables
-    encode: Encoder
-
-    @property
-    def source(self) -> Part:
-        return self.encode.part
-
-    def read(self, rows: IterableDataset, size: int, place: Json | None = None) -> Iterator[tuple[pa.Table, Json]]:
-        """So many of some of these rows at a time, and the place behind them."""
-        return sources.tables(rows, self.source, self.encode.features, size, place)
-
-    def learnable(self, rows: pa.Table) -> pa.Table:
-        """The tokens of those rows that have anything to learn."""
-        tokens = self.encode(rows)
-        return tokens.filter(pyarrow.compute.less(tokens["first_learned"], reach(self.encode.run)))
 
 
 @dataclass
@@ -73,7 +51,7 @@ class Stream(torch.utils.data.IterableDataset):
     on, by worker; the first batch is that of the worker `turn`.
     """
 
-    parts: Sequence[StreamedPart]
+    parts: Sequence[Encoder]
     prepare: Callable[[pa.Table], Sequence[Example]]  # the examples of a window's tokens
     longest: Example  # the longest that it may hold: it takes the most memory
     seed: int
@@ -86,11 +64,11 @@ class Stream(torch.utils.data.IterableDataset):
 
     @property
     def shards(self) -> list[int]:
-        return [part.rows.num_shards for part in self.parts]
+        return [encode.source.rows.num_shards for encode in self.parts]
 
     def share(self, number: int) -> float:
         """Of the examples, that the part of this number has."""
-        weights = [part.source.weight or 1 for part in self.parts]
+        weights = [encode.source.part.weight or 1 for encode in self.parts]
         return weights[number] / sum(weights)
 
     def __iter__(self) -> Iterator[Example]:
@@ -110,7 +88,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield {PLACE: error}
 
     def _examples(self, reader: int, readers: int, place: Json) -> Iterator[tuple[Example, Json]]:
-        taken, first, fruitless = place["taken"], place["window"], 0
+        taken, first = place["taken"], place["window"]
         of_parts = (self._of_part(number, reader, readers, first, at) for number, at in enumerate(place["parts"]))
         for window, found in enumerate(zip(*of_parts, strict=True), start=first):
             starts, tables = zip(*found, strict=True)
@@ -120,9 +98,7 @@ class Stream(torch.utils.data.IterableDataset):
                 np.random.default_rng((self.seed, reader, window, *(at["round"] for at in starts))).shuffle(order)
             for count in range(taken, len(order)):
                 yield examples[int(order[count])], {"window": window, "taken": count + 1, "parts": starts}
-            taken, fruitless = 0, 0 if len(order) else fruitless + 1
-            if fruitless == 100:  # joined texts: nothing is learned of the first token of a sequence
-                raise nothing_to_learn("dataset_name", len(self.longest["input_ids"]), readers)
+            taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
         """A part's examples in each window from this one on, and its place before them."""
@@ -142,22 +118,23 @@ class Stream(torch.utils.data.IterableDataset):
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
         """What there is to learn in a part, piece by piece and round after round, and its place."""
-        part, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
-        size = math.ceil(WINDOW * self.share(number))
-        with naming(part.source.name, len(self.parts) == 1):
+        encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
+        size, longest = math.ceil(WINDOW * self.share(number)), len(self.longest["input_ids"])
+        with naming(encode.source.part.name, len(self.parts) == 1):
             while True:
-                rows, fellow, fellows = dealt(part.rows, reader, readers)
+                rows, fellow, fellows = dealt(encode.source.rows, reader, readers)
                 if self.shuffles:
                     rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
                 learns = bool(before or used)  # of a round that an earlier start began, nobody knows
-                for table, after in part.read(rows, size * fellows, before):
-                    tokens = part.learnable(table.take(np.arange(fellow, len(table), fellows)))[used:]
+                for table, after in replace(encode.source, rows=rows).tables(size * fellows, before):
+                    tokens = encode(table.take(np.arange(fellow, len(table), fellows)))
+                    tokens = tokens.filter(teaches(encode.run, tokens["first_learned"].to_numpy()))[used:]
                     if len(tokens):
                         yield {"round": turn, "rows": before, "used": used}, tokens
                         learns = True
                     before, used = after, 0
                 if not learns:
-                    raise nothing_to_learn("dataset_name", len(self.longest["input_ids"]), readers)
+                    raise nothing_to_learn("dataset_name", longest)
                 turn, before = turn + 1, None
 
 
@@ -176,7 +153,7 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
 # --- From a run -----------------------------------------------------------------------------------
 
 
-def stream_of(run: RunSpec, tokenizer, parts: Sequence[StreamedPart]) -> Stream:
+def stream_of(run: RunSpec, tokenizer, parts: Sequence[Encoder]) -> Stream:
     filled = [0] * run["max_length"]
     return Stream(
         parts=parts,
@@ -187,25 +164,24 @@ def stream_of(run: RunSpec, tokenizer, parts: Sequence[StreamedPart]) -> Stream:
     )
 
 
-def open_part(run: RunSpec, tokenizer, part: Part) -> tuple[StreamedPart, Tokenized]:
+def open_part(run: RunSpec, tokenizer, part: Part) -> tuple[Encoder, Tokenized]:
     """A part to train on, and its tokens to evaluate on, which are made once and kept. Raises
     `UserError` for what the user can correct.
     """
-    streams = sources.open_streams(run, part, sources.newest_commit(part.name), SHARDS)
-    names = list(streams.splits)
-    splits = sources.wanted_splits(run, part, names)
-    sources.rows_needed(splits, names)  # raises for a split that is not there
-    train, test = splits["dataset_train_split"], splits.get("dataset_test_split")
-    rows, features = streams.splits[train], streams.features(train)
+    commit = sources.newest_commit(part.name)
+    splits = sources.open_splits(run, part, commit, SHARDS)
+    wanted = sources.wanted_splits(run, part, list(splits))
+    sources.rows_needed(wanted, list(splits))  # raises for a split that is not there
+    rows = splits[wanted["dataset_train_split"]]
     if rows.num_shards % readers_of(run):
         rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
-    opened = StreamedPart(rows, Encoder(part, features, _plain(run), tokenizer))
-    if (first := next(opened.read(rows, WINDOW), None)) is not None:
-        opened.encode(first[0], 0)  # what is wrong with its columns is said before a model is loaded
+    encode = Encoder(sources.source_of(part, rows), _plain(run), tokenizer)
+    if (first := next(encode.source.tables(WINDOW), None)) is not None:
+        encode(first[0], 0)  # what is wrong with its columns is said before a model is loaded
     evaluation = None
-    if test:
+    if test := wanted.get("dataset_test_split"):
         evaluation = tokenized(run.given_too(dataset_test_split=test), tokenizer, replace(part, split=test)).eval
-    return opened, Tokenized(None, evaluation, list(features), streams.commit)
+    return encode, Tokenized(None, evaluation, commit)
 
 
 def _plain(run: RunSpec) -> Settings:

@@ -13,19 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
-import multiprocessing
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,17 +31,16 @@ import tokenizers
 import transformers
 from datasets import Dataset, Features, List, Value
 from datasets.table import MemoryMappedTable, concat_tables
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from tqdm import tqdm
 
 from launch.data import sources
 from launch.data.batches import IGNORED
-from launch.data.encode import Tokens, encode_rows, takes_texts
+from launch.data.encode import Tokens, encode_rows
+from launch.data.sources import Source
 from launch.host.files import flush, write_whole
-from launch.host.signals import end_with_parent, ending_children
-from launch.terminal import console
 from recipes import __version__
-from recipes.errors import Failure, mistake
+from recipes.errors import mistake
 from recipes.mixture import Part
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
@@ -120,10 +113,9 @@ def lengths_of(examples: Dataset) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of a table of rows that a part of the data has."""
+    """Makes tokens of the rows of a source."""
 
-    part: Part
-    features: Features
+    source: Source
     run: Settings
     tokenizer: Any
 
@@ -138,56 +130,32 @@ class Encoder:
         )
 
     def _piece(self, rows: pa.Table, first: int | None) -> pa.Table:
+        features = self.source.features
         try:
-            tokens = encode_rows(rows, self.features, self.run, self.tokenizer, first)
+            tokens = encode_rows(rows, features, self.run, self.tokenizer, first)
         except UnicodeDecodeError as error:  # pyarrow's JSON reader does not look at bytes: only a use of the text does
-            raise sources.unreadable(self.part.name, error) from None
+            raise sources.unreadable(self.source.part.name, error) from None
         if self.run["task"] != "sequence_classification":
             return token_table(tokens)
         name = self.run["dataset_label_field"]  # the label of each row is kept as the data has it
-        schema = Features(_IDS | {"label": self.features[name]}).arrow_schema
+        schema = Features(_IDS | {"label": features[name]}).arrow_schema
         ids = pa.array([own for own, _ in tokens], schema.field("input_ids").type)
         return pa.Table.from_arrays([ids, ids.value_lengths(), rows.column(name).combine_chunks()], schema=schema)
 
 
-def in_order(
-    tables: Iterable[tuple[pa.Table, Json]], encode: Encoder, first: int, workers: int
-) -> Generator[tuple[pa.Table, Json]]:
-    """The tokens of each table with its place, in their order; `first` is the number of the first
-    row. Texts are tokenized by the tokenizer's own threads: processes took half as much memory
-    again. Chats are by processes: templates are Python. `multiprocessing.Pool.imap` would read all
-    the data ahead, and wait for ever for a process that the kernel has killed.
+def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
+    """The tokens of a source behind a place, table by table, each with the place behind it; `first`
+    is the number of the first row.
+
+    The tokenizer's own threads make them. Processes took half as much memory again, and the
+    templates of chats, which one process renders here, are a sixth of the work.
     """
-    tables, by_threads = iter(tables), takes_texts(encode.run, encode.features, encode.tokenizer)
-    # The first table by this process alone: little data starts no others, wrong data fails at once.
-    for table, place in itertools.islice(tables, 1 if workers > 1 else None):
-        yield encode(table, first), place
-        first += len(table)
-    if workers == 1 or by_threads:
-        with _threads(workers):
-            for table, place in tables:
-                yield encode(table, first), place
-                first += len(table)
-        return
-    with ending_children():
-        # Forked, so that the tokenizer is not copied.
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin, (encode,))
-        waiting: deque[tuple[Future[pa.Table], Json]] = deque()
-        try:
-            for table, place in tables:
-                waiting.append((pool.submit(_encode_here, table, first), place))
-                first += len(table)
-                if len(waiting) > 2 * workers:
-                    future, place = waiting.popleft()
-                    yield future.result(), place
-            for future, place in waiting:
-                yield future.result(), place
-            pool.shutdown()
-        except BrokenProcessPool:
-            fewer = "fewer of them need less memory: --dataset_num_proc"
-            raise Failure(f"a process that tokenizes the data was killed; {fewer}") from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    with contextlib.ExitStack() as stack:
+        for number, (table, after) in enumerate(encode.source.tables(ROWS_AT_ONCE, place)):
+            if number == 1 and workers > 1:  # little data starts no threads, which would hang in a later fork
+                stack.enter_context(_threads(workers))
+            yield encode(table, first), after
+            first += len(table)
 
 
 @contextlib.contextmanager
@@ -204,33 +172,16 @@ def _threads(count: int) -> Iterator[None]:
         os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-_encode: Encoder  # of a process of the pool
-
-
-def _begin(encode: Encoder) -> None:
-    global _encode
-    _encode = encode
-    end_with_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads may hang in a fork
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the parent ends the pool
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _encode_here(table: pa.Table, first: int) -> pa.Table:
-    return _encode(table, first)
-
-
 # --- The folder ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokens of the splits of a part, and what is known of the data they were made of."""
+    """The tokens of the splits of a part; of data from the Hub its commit."""
 
     train: Dataset
     eval: Dataset | None
-    columns: list[str]
-    commit: str | None = None  # of the Hub
+    commit: str | None = None
     folder: Path | None = None  # None if they are in memory only
 
 
@@ -242,34 +193,25 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """
     if not part.name:  # the demonstration's, which is small
         splits = {}
-        for name, rows in sources.demo_splits(run).items():
-            table = Encoder(part, rows.features, run, tokenizer)(rows.with_format("arrow")[:])
-            splits[name] = Dataset(table, fingerprint=name)
-        return Tokenized(splits["train"], splits.get("test"), ["text"])
+        for name, rows in sources.open_splits(run, part, None).items():
+            encode = Encoder(sources.source_of(part, rows), run, tokenizer)
+            tables = [encode(table) for table, _ in encode.source.tables(ROWS_AT_ONCE)]
+            splits[name] = Dataset(pa.concat_tables(tables), fingerprint=name)
+        return Tokenized(splits["train"], splits.get("test"))
     folder, commit = _folder(run, tokenizer, part)
     if (found := _open(folder, run, part)) is not None:
         return found
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not is_first:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)  # the first rank begins, so that it is the one that reports
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"the tokens cannot be kept in {folder}: {error.strerror}"
         raise mistake("HF_HOME", what, "HF_HOME in the environment, with a writable folder") from None
-    lock = FileLock(folder / "lock")
-    try:
-        lock.acquire(timeout=1)
-    except Timeout:
-        text = f"waiting for another process that reads the data: {folder}"
-        console(is_first).print(text, highlight=False, markup=False)
-        lock.acquire()
-    try:
+    with FileLock(folder / "lock"):
         if (found := _open(folder, run, part)) is None:
-            _make(folder, run, tokenizer, sources.open_streams(run, part, commit))
+            _make(folder, run, tokenizer, part, commit)
             found = _open(folder, run, part)
-    finally:
-        lock.release()
     assert found is not None
     return found
 
@@ -327,9 +269,7 @@ def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
         return None
     splits = {split: _mapped(folder / split, made[split]["files"] if split in needed else 0) for split in names}
     rows = {flag: sources.take(splits, flag, split) for flag, split in wanted.items()}
-    return Tokenized(
-        rows["dataset_train_split"], rows.get("dataset_test_split"), index["columns"], index["commit"], folder
-    )
+    return Tokenized(rows["dataset_train_split"], rows.get("dataset_test_split"), index["commit"], folder)
 
 
 def _is_enough(made: Json, rows: float) -> bool:
@@ -345,20 +285,17 @@ def _mapped(folder: Path, files: int) -> Dataset:
 # --- Making it -----------------------------------------------------------------------------------
 
 
-def _make(folder: Path, run: RunSpec, tokenizer, streams: sources.Streams) -> None:
+def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None) -> None:
     """Tokenize what is not there yet of the splits that the run reads."""
-    part, names = streams.part, list(streams.splits)
-    needed = sources.rows_needed(sources.wanted_splits(run, part, names), names)
-    features = {split: streams.features(split) for split in needed}
-    index = read_json(folder / _INDEX)[0] or {"made": {}}
-    index |= {"names": names, "columns": list(features[next(iter(needed))]), "commit": streams.commit}
+    splits = sources.open_splits(run, part, commit)
+    needed = sources.rows_needed(sources.wanted_splits(run, part, list(splits)), list(splits))
+    index = {"made": {}, **(read_json(folder / _INDEX)[0] or {}), "names": list(splits), "commit": commit}
     for split, wanted in needed.items():
         made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})
         if _is_enough(made, wanted):
             continue
-        tables = sources.tables(streams.splits[split], part, features[split], ROWS_AT_ONCE, made["place"])
-        encode = Encoder(part, features[split], run, tokenizer)
-        encoded = in_order(tables, encode, made["rows"], run["dataset_num_proc"] or run.hardware.cores)
+        encode = Encoder(sources.source_of(part, splits[split]), run, tokenizer)
+        encoded = in_order(encode, made["place"], made["rows"], run["dataset_num_proc"] or run.hardware.cores)
         with contextlib.closing(encoded), _progress(f"{part.name} ({split})") as progress:
             while not _is_enough(made, wanted):
                 _make_file(folder / split, made, wanted, encoded, progress)
@@ -386,7 +323,6 @@ def _make_file(
 
 def _progress(name: str) -> tqdm:
     """Counts tokens, on a terminal at once, and every ten seconds elsewhere."""
-    tqdm.monitor_interval = 0  # its thread would be forked with the processes that tokenize
     seconds = 0.2 if sys.stderr.isatty() else 10
     return tqdm(desc=f"tokenizing {name}", unit=" tokens", unit_scale=True, mininterval=seconds, delay=1)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.mixture import parts_of, title
-from recipes.run import Json, RunSpec, shown
+from recipes.run import Json, RunSpec
 from recipes.run.metrics import is_figure
 
 _FORM = "[More Information Needed]"  # in each field of peft's own card
-_NOT_OF_THE_MODEL = ("recipe", "config", "output_dir", "model_name_or_path", "dataset_name", "use_peft")
 
 
 def write_card(run: RunSpec, results: Json) -> None:
@@ -34,7 +33,6 @@ def write_card(run: RunSpec, results: Json) -> None:
         model_name=name if metrics else None,
         eval_results=[EvalResult(task, data, data, metric, value) for metric, value in metrics.items()] or None,
     )
-    settings = [f"| {each} | {shown(each, run[each])} |" for each in sorted(run.given) if each not in _NOT_OF_THE_MODEL]
     figures = {"steps": results["global_step"], "training loss": results.get("final_loss"), **metrics}
     text = f"""---
 {described.to_yaml()}
@@ -48,10 +46,6 @@ run.json beside this file holds every setting, versions and hardware.
 | result | value |
 |---|---|
 {_rows(figures)}
-
-| setting | value |
-|---|---|
-{chr(10).join(settings)}
 """
     ModelCard(text).save(file)
 

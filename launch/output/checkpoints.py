@@ -7,7 +7,7 @@ So a manifest.json says what a checkpoint consists of. Before the first file, `b
 without files into the folder. Once every process has written, `commit` flushes files and folders to
 the disk, and then replaces that manifest by one with the size and checksum of each file. A manifest
 also names its run: a run gets its id at its first start in an output folder, and keeps it in all
-later ones. A checkpoint without a manifest is not from here: its files must be there and readable.
+later ones. A checkpoint without a manifest is not from here: its files must be readable.
 
 Nothing in a checkpoint is executed. A damaged one is never deleted, only one whose save was cut
 short.
@@ -33,9 +33,7 @@ import xxhash
 
 from launch.host.files import flush
 from launch.output import record
-from launch.terminal import memory_size
-from recipes.errors import mistake
-from recipes.run import Json, RunSpec
+from recipes.run import Json
 from recipes.run.files import read_json
 from recipes.run.fingerprints import MODEL_FILES
 
@@ -43,11 +41,8 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 # What Trainer's own saving on SIGTERM puts into the folder, and removes when all else is there.
 _TRAINERS_MARKER = "checkpoint-is-incomplete.txt"
-_REMOVED = "_removed-"  # Trainer does not push what begins with an underscore
-# How the names of a checkpoint's files begin.
-_WEIGHTS = ("model", "adapter_model", "pytorch_model")
-_SHARDED = ("global_step", "pytorch_model_fsdp", "optimizer_")  # of DeepSpeed and FSDP
-_STATES = ("optimizer", "scheduler.pt", "rng_state")
+# How the names of weights and of an optimizer's state begin, DeepSpeed's last.
+_WEIGHTS, _OPTIMIZER = ("model", "adapter_model", "pytorch_model", "global_step"), ("optimizer", "global_step")
 _THREADS = 4
 
 T = TypeVar("T")
@@ -158,11 +153,14 @@ def flush_files(files: Collection[Path]) -> None:
 
 def described(folder: Path, names: Collection[str]) -> Json:
     """Size and checksum of each of these files."""
+    return dict(zip(sorted(names), _in_parallel(lambda name: _described(folder / name), sorted(names)), strict=True))
 
-    def of_file(name: str) -> Json:
-        return {"bytes": (folder / name).stat().st_size, "xxh3_128": _checksum(folder / name)}
 
-    return dict(zip(sorted(names), _in_parallel(of_file, sorted(names)), strict=True))
+def _described(file: Path) -> Json:
+    """XXH3 with 128 bits is as fast as memory, and sees any damage."""
+    with file.open("rb", buffering=0) as stream:
+        checksum = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+    return {"bytes": file.stat().st_size, "xxh3_128": checksum}
 
 
 def changes(folder: Path, files: Json) -> list[str]:
@@ -171,23 +169,15 @@ def changes(folder: Path, files: Json) -> list[str]:
     """
 
     def of_file(name: str) -> str | None:
-        file, then = folder / name, files[name]
         try:
-            if (size := file.stat().st_size) != then["bytes"]:
-                return f"{name} has {size} bytes, not {then['bytes']}"
-            return None if _checksum(file) == then["xxh3_128"] else f"{name} has changed since it was written"
+            is_same = _described(folder / name) == files[name]
+            return None if is_same else f"{name} has changed since it was written"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
 
     return [line for line in _in_parallel(of_file, sorted(files)) if line]
-
-
-def _checksum(file: Path) -> str:
-    """XXH3 with 128 bits of what a file holds: as fast as memory, and sees any damage."""
-    with file.open("rb", buffering=0) as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
 def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
@@ -248,7 +238,9 @@ def _faults(path: Path, names: list[str]) -> list[str]:
     if (path / _TRAINERS_MARKER).exists():
         return ["marked incomplete"]
     if not (path / MANIFEST).exists():
-        found = _faults_in_part(path, names)
+        found = [f"{name} is damaged or cannot be read" for name in names if not _is_readable(path / name)]
+        if not any(name.startswith(_WEIGHTS) for name in names):
+            found.append("its weights are missing")
     elif contents := manifest_of(path):
         files = contents["files"]
         found = ["its save was not completed"] if files is None else changes(path, files)
@@ -260,22 +252,6 @@ def _faults(path: Path, names: list[str]) -> list[str]:
     if not isinstance(step, int):
         return [f"{STATE} is not Trainer's"]
     return [] if _number(path) in (None, step) else [f"{STATE} is that of step {step}"]
-
-
-def _faults_in_part(path: Path, names: list[str]) -> list[str]:
-    """The faults of a checkpoint without a manifest: files that are missing or cannot be read.
-
-    A resume needs those that Trainer would do without in silence. DeepSpeed and FSDP themselves
-    refuse a checkpoint that lacks a shard. Weights alone, as `save_only_model` leaves them, are
-    valid.
-    """
-    is_sharded = any(name.startswith(_SHARDED) for name in names)
-    needed: dict[str, str | tuple[str, ...]] = {} if is_sharded else {"model": _WEIGHTS}
-    if _hold_states(names):
-        needed |= {name: name for name in _STATES[2 if is_sharded else 0 :]}
-    missing = [what for what, start in needed.items() if not any(name.startswith(start) for name in names)]
-    unreadable = [name for name in names if not _is_readable(path / name)]
-    return [f"{name} is damaged or cannot be read" for name in unreadable] or [f"{what} is missing" for what in missing]
 
 
 def _is_readable(file: Path) -> bool:
@@ -297,20 +273,15 @@ def _is_readable(file: Path) -> bool:
 
 
 def _notes(path: Path, names: list[str]) -> list[str]:
-    """What a resume would start afresh because the checkpoint was never meant to hold it, and how
-    far the checkpoint could be judged.
+    """What a resume starts afresh because the checkpoint does not hold it, and how far the
+    checkpoint could be judged.
     """
     result = []
-    if not _hold_states(names):
-        result = ["it holds weights alone (save_only_model): optimizer, schedule and random state start afresh"]
+    if not any(name.startswith(_OPTIMIZER) for name in names):
+        result = ["it holds no optimizer (save_only_model): optimizer and schedule start afresh"]
     if not (path / MANIFEST).exists():
         result.append(f"{path.name} has no {MANIFEST}: it was judged in part, damaged weights may look whole")
     return result
-
-
-def _hold_states(names: list[str]) -> bool:
-    """False if there is nothing beside the weights: a resume starts with a new optimizer."""
-    return any(name.startswith((*_STATES, *_SHARDED)) for name in names)
 
 
 def _state(path: Path) -> Json:
@@ -333,15 +304,10 @@ def _number(path: Path) -> int | None:
 
 
 def model_notes(folder: Path, then: Json) -> list[str]:
-    """How the model of a finished run differs from its recorded files, and where else it is."""
+    """How the model of a finished run differs from its recorded files."""
     changed = changes(folder, then)
-    if not changed:
-        return []
-    lost = {name: of_file for name, of_file in then.items() if any(line.startswith(f"{name} ") for line in changed)}
-    whole = filter(is_committed, numbered(folder))
-    same = next((path.name for path in whole if not changes(path, lost)), None)
-    remedy = f"copy {', '.join(lost)} from {same}, which holds the same" if same else "--fresh trains it again"
-    return [f"{'; '.join(changed)}: {remedy}"]
+    remedy = "copy them from the newest checkpoint, or --fresh trains it again"
+    return [f"{'; '.join(changed)}: {remedy}"] if changed else []
 
 
 # --- Keeping and deleting -------------------------------------------------------------------------
@@ -371,37 +337,11 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
 
 
 def remove(checkpoints: Iterable[Path]) -> None:
-    """Delete checkpoints, under another name: a kill in between leaves none that lacks files.
+    """Delete checkpoints. What cannot be deleted stays, as with Trainer.
 
-    What cannot be deleted stays, as with Trainer.
+    The state goes first: what a kill in between leaves is no valid checkpoint.
     """
     for path in checkpoints:
-        doomed = path.with_name(f"{_REMOVED}{path.name}")
-        shutil.rmtree(doomed, ignore_errors=True)  # a kill may have left one
         with contextlib.suppress(OSError):
-            path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed run has left in an output folder: checkpoints that it was deleting,
-    converted copies of others, and what safetensors had written of the model.
-    """
-    for kind in (f"{_REMOVED}checkpoint-*", "converted-checkpoint-*"):
-        for left in folder.glob(kind):
-            shutil.rmtree(left, ignore_errors=True)
-    for unfinished in folder.glob(".tmp??????"):  # as Rust's tempfile names it
-        with contextlib.suppress(OSError):  # a folder
-            unfinished.unlink()
-
-
-def require_disk_space(run: RunSpec, checkpoint_bytes: int, model_bytes: int) -> None:
-    """Raises `UserError` if one more checkpoint and the model at the end would not fit.
-
-    How many are kept at once depends on the run: whoever fills the disk later resumes.
-    """
-    needed = model_bytes + (checkpoint_bytes if run["save_strategy"] != "no" else 0)
-    free = shutil.disk_usage(run["output_dir"]).free
-    if free <= needed:
-        what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)} at least"
-        raise mistake("output_dir", what, "--output_dir on a larger disk", run.setting("output_dir").source)
+            (path / STATE).unlink()
+        shutil.rmtree(path, ignore_errors=True)

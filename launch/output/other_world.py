@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}  # DeepSpeed converts no other optimizer's state
 _POLL_SECONDS = 10
+COPY = "converted-"  # how the name of a converted copy begins
 
 
 def writers(checkpoint: Path) -> int | None:
@@ -56,12 +57,13 @@ def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
     """What a resume by this number of processes, each with so many workers that load data, cannot
     carry over exactly, in one line.
     """
-    before, readers = writers(checkpoint), readers_of(checkpoint)
-    if readers is not None and readers != (processes, max(1, workers)):
-        both = (readers, (processes, max(1, workers)))
-        then, now = (f"{plural(count, 'process')} with {plural(each, 'reader')} each" for count, each in both)
+    before, readers, now = writers(checkpoint), readers_of(checkpoint), (processes, max(1, workers))
+    if readers is not None and readers != now:
+        then, here = (
+            f"{plural(count, 'process')} with {plural(each, 'reader')} each" for count, each in (readers, now)
+        )
         return (
-            f"{checkpoint.name} was written by {then} of the stream, {now} go on: the weights and the schedule "
+            f"{checkpoint.name} was written by {then} of the stream, {here} go on: the weights and the schedule "
             "are kept; the stream begins another round, in which examples of the last may come again"
         )
     if before in (None, processes):
@@ -144,7 +146,7 @@ class AnyWorld:
             shutil.rmtree(copy, ignore_errors=True)
 
     def _copy(self, checkpoint: Path) -> Path:
-        return self.folder / f"converted-{checkpoint.name}"
+        return self.folder / f"{COPY}{checkpoint.name}"
 
     def _differs(self, checkpoint: Path) -> bool:
         return writers(checkpoint) != self.world.size and shards(checkpoint) not in (0, self.ranks)
@@ -219,8 +221,6 @@ def main(folder: str) -> None:
 
 
 def _cannot(source: Path) -> str:
-    if (source / "offloaded_tensors").exists():
-        return "DeepSpeed has kept the optimizer's state on NVMe"
     content = _load(min(source.glob("*_optim_states.pt")))["optimizer_state_dict"]
     state = (content.get("base_optimizer_state") or content["optimizer_state_dict"])["state"]
     groups = state.values() if isinstance(state, dict) else state

@@ -126,8 +126,7 @@ FIELDS = {
 
 def read(folder: str | Path) -> Json:
     """The record in a folder. Empty if it is missing or damaged."""
-    file = Path(folder) / NAME
-    return (os.path.isfile(file) and read_json(file)[0]) or {}  # noqa: PTH113, Path.is_file may raise
+    return read_json(Path(folder) / NAME)[0] or {}
 
 
 def read_intact(folder: str | Path) -> Json:
@@ -202,24 +201,23 @@ def kept_record(
     content |= {"classes": classes} if classes else {}
     session = {name: content[name] for name in ("started", "world_size", "versions")} | {"from_step": step}
     content["sessions"] = [*kept.get("sessions", []), session]
-    began = time.monotonic()
+    folder, began, ended = Path(run["output_dir"]), time.monotonic(), {"status": "finished"}
     if world.is_main:
-        write(run["output_dir"], content)
+        write(folder, content)
     try:
         yield results
     except BaseException as error:
-        ended = {"status": _status(error, Path(run["output_dir"])), "ended": now()}
-        session |= {**ended, "seconds": time.monotonic() - began}
+        ended = {"status": _status(error, folder)}
         if not isinstance(error, (KeyboardInterrupt, Preempted)):
             ended["error"] = hide(f"{type(error).__name__}: {error}", secrets_of(run))
-        with contextlib.suppress(OSError):  # a full disk may be why it failed: that is what to report
-            if world.is_main:
-                write(run["output_dir"], content | ended | results)
         raise
-    ended = {"status": "finished", "ended": now()}
-    session |= {**ended, "seconds": time.monotonic() - began}
-    if world.is_main:
-        write(run["output_dir"], content | ended | results)
+    finally:
+        ended["ended"] = now()
+        session |= {"status": ended["status"], "ended": ended["ended"], "seconds": time.monotonic() - began}
+        # A full disk may be why it failed: that is what to report.
+        with contextlib.suppress(*([] if ended["status"] == "finished" else [OSError])):
+            if world.is_main:
+                write(folder, content | ended | results)
 
 
 def several(record: Json) -> str:
@@ -305,12 +303,12 @@ def secrets_of(run: RunSpec) -> set[str]:
 
 def environment() -> dict[str, str]:
     """The variables that matter, of those that the user has set."""
+    return {name: value for name, value in sorted(first_environment().items()) if _matters(name)}
 
-    def matters(name: str) -> bool:
-        left_out = SECRET_NAME.search(name) or any(fnmatch(name, pattern) for pattern in _ONLY_A_PLACE)
-        return not left_out and any(fnmatch(name, pattern) for pattern in ENVIRONMENT)
 
-    return {name: value for name, value in sorted(first_environment().items()) if matters(name)}
+def _matters(name: str) -> bool:
+    left_out = SECRET_NAME.search(name) or any(fnmatch(name, pattern) for pattern in _ONLY_A_PLACE)
+    return not left_out and any(fnmatch(name, pattern) for pattern in ENVIRONMENT)
 
 
 def versions() -> dict[str, str | None]:

@@ -7,6 +7,7 @@ import fcntl
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,8 +28,6 @@ from launch.output.checkpoints import (
     newest_valid,
     numbered,
     remove,
-    remove_leftovers,
-    require_disk_space,
 )
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
@@ -41,8 +40,8 @@ class Earlier:
     """The run that the folder already holds, if any.
 
     `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person. `old` is the record in the folder, `kept` what the record of this start takes
-    from the one before. `identity` is that of the run that goes on, or begins.
+    are for a person. `kept` is what the record of this start takes from the one before, `identity`
+    that of the run that goes on, or begins.
     """
 
     checkpoint: Path | None = None
@@ -51,7 +50,6 @@ class Earlier:
     notes: list[str] = field(default_factory=list)
     kept: Json = field(default_factory=dict)
     identity: Json = field(default_factory=new_run)
-    old: Json = field(default_factory=dict)
 
 
 # --- The folder -----------------------------------------------------------------------------------
@@ -105,14 +103,12 @@ def _locked(run: RunSpec, kind: int) -> int:
     return handle
 
 
-def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int) -> None:
-    """Require space for what the run saves, and archive an older run if --fresh says so.
-
-    Sizes are estimates of one checkpoint and of the model at the end. Call it last before training,
-    once nothing else is wrong.
+def make_room(run: RunSpec) -> None:
+    """Archive an older run if --fresh says so, and remove the converted copies of checkpoints that
+    a killed run has left. Call it last before training, once nothing else is wrong.
     """
-    remove_leftovers(Path(run["output_dir"]))
-    require_disk_space(run, checkpoint_bytes, model_bytes)
+    for left in Path(run["output_dir"]).glob(f"{other_world.COPY}checkpoint-*"):
+        shutil.rmtree(left, ignore_errors=True)
     if run["fresh"]:
         _archive_older_run(run)
 
@@ -136,25 +132,48 @@ def _archive_older_run(run: RunSpec) -> None:
 # --- Where to resume ------------------------------------------------------------------------------
 
 
-def look_ahead(run: RunSpec) -> Earlier:
-    """What the records tell of the folder before the data is tokenized, which may take hours: a
-    finished run, if that is all. `find_earlier_run` has the last word.
+def look_ahead(run: RunSpec) -> Earlier | None:
+    """A finished run that leaves nothing to train, before the data is tokenized, which may take
+    hours. `find_earlier_run` has the last word.
 
     It changes nothing, except that --measure begins its file, so every rank may ask. Raises
     `UserError` if the folder is in use, not writable, or of another training.
     """
-    folder, named = Path(run["output_dir"]), _named(run)
+    folder = Path(run["output_dir"])
     if run["measure"]:
         require_room(run["measure"])
     with _writing(run):
         require_writable(folder)
     if folder.is_dir():
         os.close(_locked(run, fcntl.LOCK_SH))
-    old = record.read_intact(folder)
-    _require_no_foreign_model(run, old)
-    finished = old.get("status") == "finished"
+    return _finished(run, record.read_intact(folder))
+
+
+def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
+    """Where to resume, in a folder that is locked. `data_commit` is that of data from the Hub.
+
+    Raises `UserError` if no checkpoint can be resumed as asked.
+    """
+    old, named = record.read_intact(run["output_dir"]), _named(run)
+    if finished := _finished(run, old):
+        return finished
     if run["fresh"]:
-        return Earlier(old=old)
+        return Earlier()
+    if named and not _began_from(named, run, old):
+        return _begun(named, run, data_commit)
+    if numbered(run["output_dir"]) or named or old.get("status") == "finished":
+        return _continued(run, old, data_commit)
+    return Earlier()
+
+
+def _finished(run: RunSpec, old: Json) -> Earlier | None:
+    """The run that the folder holds, if it is finished and nothing more is asked for. Raises
+    `UserError` if this run cannot begin or go on there.
+    """
+    folder, named, finished = Path(run["output_dir"]), _named(run), old.get("status") == "finished"
+    _require_no_foreign_model(run, old)
+    if run["fresh"]:
+        return None
     if named and not _began_from(named, run, old):
         if finished:
             what = f"{folder} holds a finished run, which a resume from {named} would overwrite"
@@ -162,31 +181,13 @@ def look_ahead(run: RunSpec) -> Earlier:
         _require_same_training(run, record.read_intact(named.parent))
     elif named or numbered(folder) or finished:
         _require_same_training(run, old)
-    if finished and not _asks_for_more(run, old):
-        kept, course = _changes(run, old)
-        notes = model_notes(folder, old["model_files"])
-        for name, (then, now) in (kept | course).items():
-            notes.append(f"requested now but not trained: {name} {now} (was {then})")
-        return Earlier(finished=True, step=old["global_step"], notes=notes, old=old)
-    return Earlier(old=old)
-
-
-def find_earlier_run(run: RunSpec, foreseen: Earlier, data_commit: str | None = None) -> Earlier:
-    """Where to resume, in a folder of which `look_ahead` has `foreseen` as much as records tell.
-
-    `data_commit` is that of data from the Hub. Raises `UserError` if no checkpoint can be resumed
-    as asked.
-    """
-    old, named = foreseen.old, _named(run)
-    if str(record.read_intact(run["output_dir"])) != str(old):  # as text, where NaN is equal to NaN
-        raise _refused(run, f"another run has just written to {run['output_dir']}", "the same command again")
-    if run["fresh"] or foreseen.finished:
-        return foreseen
-    if named and not _began_from(named, run, old):
-        return _begun(named, run, data_commit)
-    if numbered(run["output_dir"]) or named or old.get("status") == "finished":
-        return _continued(run, old, data_commit)
-    return foreseen
+    if not finished or _asks_for_more(run, old):
+        return None
+    kept, course = _changes(run, old)
+    notes = model_notes(folder, old["model_files"])
+    for name, (then, now) in (kept | course).items():
+        notes.append(f"requested now but not trained: {name} {now} (was {then})")
+    return Earlier(finished=True, step=old["global_step"], notes=notes)
 
 
 def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
@@ -207,28 +208,35 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
     identity = own or (newest and manifest_of(newest.path).get("run")) or new_run()
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=identity)
-    return _from(newest, run, old, identity, [*notes, *_data_notes(run, old, data_commit)])
+    return _from(newest, run, old, identity, notes, data_commit)
 
 
 def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[str] = ()) -> Earlier:
     """A run begins from a checkpoint that is named."""
-    checkpoint, old = inspect(path), record.read_intact(path.parent)
+    checkpoint = inspect(path)
     if not checkpoint.valid:
         fix = "leave it out: the newest valid checkpoint is found automatically"
         raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
     _require_steps_left(run, checkpoint)
-    begun = new_run(path, checkpoint.step)
-    return _from(checkpoint, run, old, begun, [*notes, *_data_notes(run, old, data_commit)])
+    began_from = record.read_intact(path.parent)
+    return _from(checkpoint, run, began_from, new_run(path, checkpoint.step), notes, data_commit)
 
 
-def _from(checkpoint: Checkpoint, run: RunSpec, old: Json, identity: Json, notes: Sequence[str]) -> Earlier:
+def _from(
+    checkpoint: Checkpoint, run: RunSpec, old: Json, identity: Json, notes: Sequence[str], data_commit: str | None
+) -> Earlier:
     """Resume from a checkpoint of the run that `old` records.
 
     The record keeps what that run began with: `merge` and `rerun` compare with it.
     """
     kept, course = _changes(run, old)
-    of_other_world = other_world.note(checkpoint.path, run.world_size, run["dataloader_num_workers"])
-    notes = [*notes, *checkpoint.notes, *([of_other_world] if of_other_world else [])]
+    notes = [*notes, *checkpoint.notes]
+    # Of a stream or the Hub, which has no flag for an older commit: others were refused.
+    if fingerprints.differ(old.get("data"), record.material(run, data_commit)["data"]):
+        rows = ": the stream goes on at the same rows of its shards, or with another round if their number has changed"
+        notes.append(f"the data has changed since{rows if run['dataset_streaming'] else ''}")
+    if note := other_world.note(checkpoint.path, run.world_size, run["dataloader_num_workers"]):
+        notes.append(note)
     for name, (then, now) in kept.items():
         notes.append(f"{name} {now} is ignored by a resume: {then} is kept")
     for name, (then, now) in course.items():
@@ -237,16 +245,6 @@ def _from(checkpoint: Checkpoint, run: RunSpec, old: Json, identity: Json, notes
     recorded["settings"] = {name: old["settings"][name] for name in kept}
     recorded["sessions"] = old.get("sessions", [])
     return Earlier(checkpoint.path, checkpoint.step, notes=notes, kept=recorded, identity=identity)
-
-
-def _data_notes(run: RunSpec, old: Json, commit: str | None) -> list[str]:
-    """The line about data that have changed since, where that is not refused: a stream's, and the
-    Hub's, which has no flag for an older commit.
-    """
-    if not fingerprints.differ(old.get("data"), record.material(run, commit)["data"]):
-        return []
-    rows = "the same rows of its shards, or with another round if their number has changed"
-    return [f"the data has changed since{f': the stream goes on at {rows}' if run['dataset_streaming'] else ''}"]
 
 
 def _named(run: RunSpec) -> Path | None:
@@ -299,22 +297,21 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     if run["problem_type"] is None:  # the data will tell, and it is the same
         changed.pop("problem_type", None)
-    now = record.material(run)
+    now, remedies = record.material(run), {}
     for name, what in record.MATERIAL.items():
-        if now[what] and now[what] == old.get(what):  # under any name: Azure ML mounts them elsewhere at every start
+        then = old.get(what)
+        if now[what] and now[what] == then:  # under any name: Azure ML mounts them elsewhere at every start
             changed.pop(name, None)
             if what == "model":
                 changed.pop("model_revision", None)
-    start_over = "another --output_dir, or --fresh to move that run aside"
+        # Of a stream a broken row may have been mended.
+        elif fingerprints.differ(then, now[what]) and not (what == "data" and run["dataset_streaming"]):
+            changed.setdefault(name, (f"{title(run[name]) or 'the standard library'} as it was", "what it holds now"))
+            _, is_commit, commit = str(then).partition("commit ")
+            remedies[name] = f"--model_revision {commit}, " if is_commit else "the same contents, "
     for name, (then, given) in changed.items():
-        raise _refused(run, f"{run['output_dir']} holds a run with {name} {then}, not {given}", start_over)
-    for name, what in record.MATERIAL.items():
-        streamed = what == "data" and run["dataset_streaming"]  # a broken row may have been mended
-        if fingerprints.differ(old.get(what), now[what]) and not streamed:
-            is_commit, commit = old[what].startswith("commit "), old[what].removeprefix("commit ")
-            fix = f"--model_revision {commit}" if is_commit else "the same contents"
-            then = f"{title(run[name]) or 'the standard library'} as it was, not what it holds now"
-            raise _refused(run, f"{run['output_dir']} holds a run with {name} {then}", f"{fix}, {start_over}")
+        what = f"{run['output_dir']} holds a run with {name} {then}, not {given}"
+        raise _refused(run, what, f"{remedies.get(name, '')}another --output_dir, or --fresh to move that run aside")
     before, by = str(old.get("engine")), run.engine.title
     if "DeepSpeed" not in before + by:  # of FSDP only the version matters
         before, by = before.partition(",")[0], by.partition(",")[0]

@@ -45,12 +45,9 @@ def noted(folder: Path) -> Submission | None:
     None if there is none, or the file is damaged.
     """
     try:
-        submission = Submission(**(read_json(folder / NAME)[0] or {}))
-        texts = [submission.target, submission.title, submission.log, submission.job, submission.submitted]
-        texts += submission.workspace.values()
-    except (TypeError, AttributeError):  # a name that is missing, or one too many
+        return Submission(**(read_json(folder / NAME)[0] or {}))
+    except TypeError:  # a name that is missing, or one too many
         return None
-    return submission if all(isinstance(text, str) for text in texts) and not submission.job.startswith("-") else None
 
 
 def announce(folder: Path, submission: Submission, found_at: Mapping[str, str], cancel: str) -> None:

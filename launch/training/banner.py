@@ -75,7 +75,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
     """Print the run that is about to train, its model and data as loaded, and the first example. In
     it the tokens that are learned stand between « and ».
     """
-    from launch.data.shown import shortened, shown_examples
+    from launch.data.load import shortened, shown_examples
     from launch.training.model import parameter_count
 
     example = "" if run.demonstration else next(shown_examples(data, tokenizer, 1), "")

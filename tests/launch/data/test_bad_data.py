@@ -12,22 +12,21 @@ CHAT = [{"role": "user", "content": "a"}]
 ANSWER = [{"role": "assistant", "content": "b"}]
 
 BYTES = {
-    "latin-1": ("data.jsonl", '{"text": "café au lait"}\n'.encode("latin-1"), "UTF-8"),
-    "UTF-16": ("data.csv", "text\none\n".encode("utf-16"), "UTF-8"),
-    "a line that is not JSON": ("data.jsonl", b'{"text": "a"}\n{"text": \n', "correct the file"),
-    "columns that do not match": ("data.csv", b"a,b\n1,2\n1,2,3,4\n", "correct the file"),
-    "a number": ("data.json", b"3", "correct the file"),
-    "no rows": ("data.json", b"[]", ""),
-    "garbage": ("data.parquet", b"PAR1" + b"x" * 100 + b"PAR1", "correct the file"),
+    "latin-1": ("data.jsonl", '{"text": "café au lait"}\n'.encode("latin-1")),
+    "UTF-16": ("data.csv", "text\none\n".encode("utf-16")),
+    "a line that is not JSON": ("data.jsonl", b'{"text": "a"}\n{"text": \n'),
+    "columns that do not match": ("data.csv", b"a,b\n1,2\n1,2,3,4\n"),
+    "a number": ("data.json", b"3"),
+    "garbage": ("data.parquet", b"PAR1" + b"x" * 100 + b"PAR1"),
 }
 
 
 @pytest.mark.parametrize("name", BYTES)
 def test_a_file_that_cannot_be_read(name, tmp_path, tokenizer):
-    file, content, expected = BYTES[name]
+    file, content = BYTES[name]
     (tmp_path / file).write_bytes(content)
     found = problem(run_with(dataset_name=str(tmp_path / file)), tokenizer)
-    assert expected in found.fix and "\n" not in str(found)
+    assert "cannot be read: " in found.what and "UTF-8" in found.fix and "\n" not in str(found)
 
 
 @pytest.mark.parametrize("name", ["data.txt", "data.csv", "data.jsonl", "data.json"])
@@ -50,16 +49,6 @@ def test_a_name_is_a_name_and_no_pattern(name, tmp_path, tokenizer, monkeypatch)
     assert len(load_data(run_with(dataset_name=f"{name}.jsonl"), tokenizer).train) == 1
 
 
-TOKENS = {
-    "nothing in a list": ({"input_ids": [1, None, 2]}, "has the token id None"),
-    "fractions": ({"input_ids": [1.5, 2.0]}, "has the token id 1.5"),
-    "a number": ({"input_ids": 1}, "has the token id None"),
-    "a number below zero": ({"input_ids": [1, -1, 2]}, "has the token id -1"),
-    "another tokenizer's": ({"input_ids": [5, 260]}, "has the token id 260, and the tokenizer knows 0 to 259"),
-    "labels that are shifted": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels"),
-    "no labels in a row": ({"input_ids": [1, 2], "labels": None}, "2 input_ids, 0 labels"),
-    "a short mask": ({"input_ids": [1, 2], "attention_mask": [1]}, "and 1 values in attention_mask"),
-}
 CHATS = {
     "a chat and a text": ({"prompt": CHAT, "completion": "b"}, "not a list of messages: b"),
     "messages that are a message": ({"messages": CHAT[0]}, "not a list of messages"),
@@ -75,9 +64,9 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("name", [*TOKENS, *CHATS])
+@pytest.mark.parametrize("name", CHATS)
 def test_a_row_that_no_model_reads_is_named(name, tmp_path, tokenizer):
-    row, expected = (TOKENS | CHATS)[name]
+    row, expected = CHATS[name]
     found = problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer)
     assert found.subject == "dataset_name" and found.what.startswith("row 1: ") and expected in found.what
     assert found.fix and "\n" not in str(found)

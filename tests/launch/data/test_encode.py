@@ -7,8 +7,6 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from launch.data.demo import CHAT_TEMPLATE, demo_tokenizer
 from launch.data.load import load_data
@@ -28,13 +26,6 @@ TOOLS = (
     "{{ '<call>' + call.function.name + ' ' + call.function.arguments | tojson + '</call>' }}"
     "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-HEAD, _, TAIL = TOOLS.partition("{{ '<|im_start|>' + message.role + '\n' + message.content }}")
-BODY, _, REST = TAIL.partition("{% endfor %}{{ '<|im_end|>\n' }}")
-MARKED_TOOLS = (
-    HEAD + "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}{% generation %}"
-    "{{ message.content }}" + BODY + "{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}" + REST
 )
 
 
@@ -124,23 +115,14 @@ CHATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("template", [TOOLS, MARKED_TOOLS], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("name", CHATS)
-def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, template, tmp_path):
+def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, tmp_path):
     row, whole, spoken = CHATS[name]
-    tokenizer = chatting("{# ipython #}" + template)
+    tokenizer = chatting("{# ipython #}" + TOOLS)
     for assistant_only, wanted in ((False, whole), (True, spoken)):
         run = run_with(dataset_name=jsonl(tmp_path, [row]), assistant_only_loss=assistant_only)
         ready = load_data(run, tokenizer).train[0]
         assert (tokenizer.decode(ready["input_ids"]), learned(tokenizer, ready)) == (whole, wanted)
-
-
-def test_two_calls_at_once_are_two_calls(tmp_path):
-    calls = [{"name": "get_weather", "arguments": {"city": city}} for city in ("Rome", "Oslo")]
-    chat = [SHAREGPT_CALLS[0], {"from": "function_call", "value": json.dumps(calls)}]
-    run = run_with(dataset_name=jsonl(tmp_path, [{"conversations": chat}]), assistant_only_loss=True)
-    expected = "".join(f'<call>get_weather {{"city": "{city}"}}</call>' for city in ("Rome", "Oslo"))
-    assert learned(chatting(TOOLS), load_data(run, chatting(TOOLS)).train[0]) == f"{expected}<|im_end|>"
 
 
 def test_parquet_fills_in_keys_that_the_template_does_not_see(tmp_path):
@@ -248,14 +230,14 @@ def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tok
     assert len(data.train) == 1 and "300 left out: nothing to learn" in data.description
 
 
-# --- Texts, prompts and completions, token ids ---------------------------------------------------
+# --- Texts, prompts and completions ---------------------------------------------------------------
 
 ALPACA = {"instruction": "Translate to French.", "input": "Good morning", "output": "Bonjour"}
 TASK = {"instruction": "Name a prime number.", "input": "", "output": "7"}
-IDS = {"input_ids": [5, 6, 7]}
 AS_STANFORD = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{}\n\n{}### Response:"
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\nTranslate to French.\n\n"
+    "### Input:\nGood morning\n\n### Response:"
 )
 # Rows, settings, everything that the model reads, what of it is learned
 LEARNED = {
@@ -273,10 +255,6 @@ LEARNED = {
         ALPACA, {}, said("Translate to French.\n\nGood morning", "Bonjour"), "Bonjour<|im_end|>\n",
     ),
     "Alpaca without an input": (TASK, {}, said("Name a prime number.", "7"), "7<|im_end|>\n"),
-    "Alpaca, of the assistant": (TASK, {"assistant_only_loss": True}, said("Name a prime number.", "7"), "7<|im_end|>"),
-    "Alpaca, all of it": (
-        TASK, {"completion_only_loss": False}, said("Name a prime number.", "7"), said("Name a prime number.", "7"),
-    ),
     "Alpaca that holds its text too": (
         {**TASK, "text": "whole"}, {}, said("Name a prime number.", "7"), "7<|im_end|>\n",
     ),
@@ -284,19 +262,10 @@ LEARNED = {
         {**TASK, "body": "whole"}, {"dataset_text_field": "body"}, "whole<|endoftext|>", "whole<|endoftext|>",
     ),
     "Alpaca without a chat template": (
-        TASK, {"model_name_or_path": None}, AS_STANFORD.format("", TASK["instruction"], "") + "7<|endoftext|>",
-        "7<|endoftext|>",
+        ALPACA, {"model_name_or_path": None}, f"{AS_STANFORD}Bonjour<|endoftext|>", "Bonjour<|endoftext|>",
     ),
-    "Alpaca with an input, without a chat template": (
-        ALPACA, {"model_name_or_path": None},
-        AS_STANFORD.format(
-            ", paired with an input that provides further context", ALPACA["instruction"],
-            "### Input:\nGood morning\n\n",
-        ) + "Bonjour<|endoftext|>",
-        "Bonjour<|endoftext|>",
-    ),
-    "token ids": (IDS, {}, "&'(", "&'("),
-    "token ids with labels": ({**IDS, "labels": [-100, 6, 7]}, {}, "&'(", "'("),
+    "token ids": ({"input_ids": [5, 6, 7]}, {}, "&'(", "&'("),
+    "token ids with labels": ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {}, "&'(", "'("),
     "token ids with padding": ({"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}, {}, "&'(", "&'("),
 }  # fmt: skip
 
@@ -339,32 +308,28 @@ MIXED = [
     ({"prompt": "2+2=", "completion": " 4"}, " 4<|endoftext|>"),
     ({"prompt": "2+2=", "completion": None}, ""),
     ({"instruction": "c", "output": "C"}, "C<|im_end|>\n"),
-    ({"input_ids": [5, 6], "labels": [-100, 6]}, "'"),
     ({"id": "nothing"}, ""),
     ({"text": ""}, ""),
 ]  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(drawn=st.lists(st.integers(0, len(MIXED) - 1), max_size=40), parquet=st.booleans())
-def test_each_row_is_read_in_its_own_format(drawn, parquet, tmp_path_factory):
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_each_row_is_read_in_its_own_format(suffix, tmp_path):
     """As if it were alone, whatever stands beside it."""
-    folder = tmp_path_factory.mktemp("mixed")
-    rows, wanted = zip(*(MIXED[number] for number in [0, *drawn]), strict=True)
-    file = jsonl(folder, rows)
-    if parquet:
-        file = str(folder / "data.parquet")
+    rows, wanted = zip(*MIXED, strict=True)
+    file = jsonl(tmp_path, rows)
+    if suffix == "parquet":
+        file = str(tmp_path / "data.parquet")
         filled = [dict.fromkeys(name for row in rows for name in row) | row for row in rows]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(filled), file)
     data = load_data(run_with(dataset_name=file), chatting(TOOLS))
     assert [learned(demo_tokenizer(), row) for row in data.train] == [text for text in wanted if text]
 
 
-def test_the_order_of_the_formats_is_told_and_a_named_column_comes_first(tmp_path, tokenizer):
+def test_a_column_that_was_named_comes_first(tmp_path, tokenizer):
     file = jsonl(tmp_path, [{"messages": CHAT, "body": "both"}, {"messages": CHAT, "body": None}])
     data = load_data(run_with(dataset_name=file, dataset_text_field="body"), tokenizer)
     assert decoded(tokenizer, data.train)[0] == "both<|endoftext|>" and "See you" in decoded(tokenizer, data.train)[1]
-    assert data.description.endswith("each row is read by the first of these that it has: body, messages")
 
 
 # --- What is refused -----------------------------------------------------------------------------
@@ -383,14 +348,21 @@ def test_what_is_only_for_one_format_is_refused_for_the_others(flag, rows, fix, 
     assert found.subject == flag and found.what.startswith(f"row {len(rows)}: has no ") and fix in found.fix
 
 
-def test_preference_pairs_are_for_another_trainer(tmp_path, tokenizer):
-    found = problem(run_with(dataset_name=jsonl(tmp_path, [{"chosen": CHAT, "rejected": CHAT}])), tokenizer)
-    assert "preference pairs" in found.what and "DPOTrainer" in found.fix
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"input_ids": [5, 99999]}, "does not know"),
+        ({"input_ids": [5, 6], "labels": [6, 7]}, "other tokens"),
+        ({"input_ids": [5, 6], "labels": [5]}, "other tokens"),
+    ],
+)
+def test_token_ids_that_would_train_something_else_are_refused(row, what, tmp_path, tokenizer):
+    assert what in problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer).what
 
 
 def test_the_fix_for_a_missing_text_column_names_only_columns_with_texts(tmp_path, tokenizer):
     rows = [{"body": "a", "title": "b", "pages": 3, "tags": ["x"]}]
     found = problem(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer)
-    assert found.fix.startswith("--dataset_text_field with one of body, title; or data with messages, conversations")
+    assert found.fix.startswith("--dataset_text_field with one of body, title; or --dataset_columns OLD=NEW, to have messages, conversations")
     nothing = problem(run_with(dataset_name=jsonl(tmp_path, [{"pages": 3}], "numbers.jsonl")), tokenizer)
     assert "--dataset_text_field" not in nothing.fix

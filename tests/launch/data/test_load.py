@@ -5,9 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.data.batches import IGNORED, Pad
-from launch.data.load import Data, load_data
-from launch.host.world import World
-from recipes.errors import UserError
+from launch.data.load import load_data
 from tests.support.rows import decoded, jsonl, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -23,17 +21,10 @@ def test_demonstration_holds_texts_out_for_evaluation(tokenizer, monkeypatch):
     assert decoded(tokenizer, data.eval) == ["text 19\n<|endoftext|>", "text 39\n<|endoftext|>"]
 
 
-@pytest.mark.parametrize(
-    ("characters", "words"),
-    [(2559, "10 sequences of 256 tokens"), (2599, "10 sequences of 256 tokens, 40 tokens left over")],
-)
-def test_description_says_what_is_trained_on(characters, words, tokenizer, monkeypatch):
-    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["x" * characters])
+def test_description_says_what_is_trained_on_and_what_is_not_seen(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["x" * 2599])
     data = load_data(run_with(packing=True, packing_strategy="wrapped", max_length=256), tokenizer)
-    assert data.description == f"stdlib source, {words}"
-
-
-def test_description_counts_what_a_classifier_does_not_see(tmp_path, tokenizer):
+    assert data.description == "stdlib source, 10 sequences of 256 tokens, 40 tokens left over"
     rows = [{"text": text, "label": len(text)} for text in ("a long text", "a")]
     run = run_with(dataset_name=jsonl(tmp_path, rows), task="sequence_classification", max_length=4)
     assert "the longest 4, 1 of them cut there or just as long" in load_data(run, tokenizer).description
@@ -76,14 +67,3 @@ def test_padding_free_batches_have_the_loss_of_padded_ones(attention, tmp_path, 
         data = load_data(run_with(dataset_name=name, padding_free=padding_free), tokenizer)
         losses.append(model(**data.collator([data.train[n] for n in range(3)])).loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_all_processes_read_the_same_commit_of_the_hub(monkeypatch):
-    def data(commit):
-        return Data(None, None, None, "", None, commit)
-
-    monkeypatch.setattr(World, "decide", lambda world, decision: "abc")  # rank 0's
-    data("abc").require_same(World(2, 1))
-    data(None).require_same(World(2, 1))  # read from a cache that does not tell
-    with pytest.raises(UserError, match="has changed on the Hub while the processes started: rank 0 reads abc"):
-        data("def").require_same(World(2, 1))

@@ -132,12 +132,11 @@ def test_compressed_lines_and_folders_of_parquet(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("damage", [lambda whole: whole[:200], lambda whole: b"no gzip" + whole], ids=["half", "none"])
-def test_a_compressed_file_that_is_damaged_is_one_line(damage, streaming, tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(damage(gzip.compress("".join(f'{{"text": "line {n}"}}\n' for n in range(999)).encode())))
-    found = problem(run_with(dataset_name=str(path), dataset_streaming=streaming, max_steps=1), tokenizer)
-    assert "cannot be read" in found.what
+def test_a_compressed_file_that_is_damaged_is_one_line(streaming, tmp_path, tokenizer):
+    whole = gzip.compress("".join(f'{{"text": "line {n}"}}\n' for n in range(999)).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[:200])
+    run = run_with(dataset_name=str(tmp_path / "a.jsonl.gz"), dataset_streaming=streaming, max_steps=1)
+    assert "cannot be read" in problem(run, tokenizer).what
 
 
 def test_a_mistake_names_its_part(tmp_path, tokenizer):

@@ -69,23 +69,16 @@ def test_no_evaluation_split_is_read_without_evaluation(tmp_path, tokenizer):
 # --- What cannot be found ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["./nothing", "nothing.jsonl"])
-def test_what_looks_like_a_path_is_a_missing_file(name, tokenizer):
-    assert problem(run_with(dataset_name=name), tokenizer).what == f"there is no file or folder {name}"
-
-
-def test_unknown_kind_of_file_names_the_known_ones(tmp_path, tokenizer):
+def test_what_is_not_there_or_of_no_known_kind_or_empty(tmp_path, tokenizer):
     (tmp_path / "data.xlsx").write_text("x")
-    found = problem(run_with(dataset_name=str(tmp_path / "data.xlsx")), tokenizer)
-    assert ".jsonl, .json, .csv, .parquet, .txt" in found.fix
-
-
-def test_empty_file(tmp_path, tokenizer):
-    assert "is empty" in problem(run_with(dataset_name=jsonl(tmp_path, [])), tokenizer).what
-
-
-def test_folder_without_data(tmp_path, tokenizer):
-    assert "cannot be read" in problem(run_with(dataset_name=str(tmp_path)), tokenizer).what
+    (tmp_path / "empty").mkdir()
+    for name, words in {
+        "./nothing": "there is no file or folder ./nothing",
+        str(tmp_path / "data.xlsx"): ".jsonl, .json, .csv, .parquet, .txt",
+        jsonl(tmp_path, []): "is empty",
+        str(tmp_path / "empty"): "cannot be read",
+    }.items():
+        assert words in str(problem(run_with(dataset_name=name), tokenizer))
 
 
 def test_hub_out_of_reach_says_that_it_is_not_a_local_file_either(tokenizer):

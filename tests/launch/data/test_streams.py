@@ -9,14 +9,13 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from launch.data.load import load_data, repeated_longest
-from launch.data.streams import PLACE, WINDOW, Stream, dealt
+from launch.data.streams import PLACE, WINDOW, Stream
 from recipes.errors import StreamBroke, UserError
-from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
+from tests.support.rows import jsonl, learned, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 STREAM = dict(dataset_streaming=True, max_steps=100, max_length=64)
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 @pytest.fixture
@@ -69,16 +68,6 @@ def test_rows_are_shuffled_among_those_of_a_window_only(tmp_path, tokenizer):
     rows = texts(*(str(row) for row in range(WINDOW + 500)))
     found = rows_of(first(stream(jsonl(tmp_path, rows), tokenizer), WINDOW), tokenizer)
     assert sorted(found, key=int) == [str(row) for row in range(WINDOW)] != found
-
-
-def test_many_shards_are_dealt_out_whole(tmp_path, tokenizer):
-    Dataset.from_list(texts(*map(str, range(100)))).save_to_disk(tmp_path / "saved")
-    rows = stream(tmp_path / "saved", tokenizer).parts[0].rows
-    assert [(dealt(rows, reader, 3)[0].num_shards, *dealt(rows, reader, 3)[1:]) for reader in range(3)] == [
-        (34, 0, 1),
-        (33, 0, 1),
-        (33, 0, 1),
-    ]
 
 
 # --- A resume -------------------------------------------------------------------------------------
@@ -148,12 +137,7 @@ def test_the_shares_are_those_of_the_weights(ranks, parts, tokenizer):
     assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.01
 
 
-def test_examples_of_all_parts_share_packs(parts, tokenizer):
-    packs = decoded(tokenizer, first(mixture(parts, tokenizer, packing=True), 30))
-    assert any({"B", "0", "<"} <= {text[0] for text in pack.split("<|endoftext|>") if text} for pack in packs)
-
-
-@pytest.mark.parametrize("settings", [{}, {"packing": True}, {"packing": True, "packing_strategy": "wrapped"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"packing": True}], ids=str)
 @pytest.mark.parametrize(("reader", "readers"), [(0, 1), (5, 6)])
 def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, tokenizer):
     whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
@@ -195,17 +179,8 @@ def test_groups_of_rows_in_a_parquet_file_are_shards(tmp_path, tokenizer):
     Dataset.from_list(texts(*map(str, range(40)))).to_parquet(tmp_path / "data.parquet", batch_size=10)
     run = run_with(dataset_name=str(tmp_path / "data.parquet"), dataloader_num_workers=4, **STREAM)
     found = load_data(run, tokenizer)
-    assert found.train.parts[0].rows.num_shards == 4
+    assert found.train.parts[0].source.rows.num_shards == 4
     assert "4 shards for 4 readers, shuffled within 1,000 rows" in found.description
-
-
-def test_readers_of_one_file_share_chats_with_other_keys(tmp_path, tokenizer, monkeypatch):
-    chats = [[{"role": "user", "content": "a", "n": row}, {"role": "assistant", "content": str(row)}] for row in (1, 2)]
-    chats[0][0]["n"] = "one"
-    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
-    whole = stream(jsonl(tmp_path, [{"messages": chat} for chat in chats]), tokenizer, assistant_only_loss=True)
-    readers = [replace(whole, rank=rank, ranks=2) for rank in (0, 1)]
-    assert [rows_of(first(reader, 1), tokenizer) for reader in readers] == [["assistant: 1"], ["assistant: 2"]]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -213,11 +188,6 @@ def test_rows_with_nothing_to_learn_within_max_length_are_left_out(packing, tmp_
     rows = [{"prompt": "a" * 64, "completion": "lost"}, {"prompt": "a" * 60, "completion": "kept"}]
     found = first(stream(jsonl(tmp_path, rows), tokenizer, packing=packing), 2)
     assert rows_of(found, tokenizer) == ["kept", "kept"]
-
-
-def test_the_demonstration_is_streamed_too(tokenizer):
-    data = load_data(run_with(eval_strategy="steps", **STREAM), tokenizer)
-    assert "stdlib source, streamed" in data.description and len(data.eval) and first(data.train, 1)
 
 
 def test_joined_texts_lose_no_token(tmp_path, tokenizer):
@@ -240,13 +210,6 @@ def test_fit_tries_the_longest_example_that_may_come(folder, tokenizer):
 def test_a_round_without_anything_to_learn_is_an_error(tmp_path, tokenizer):
     (example,) = stream(jsonl(tmp_path, texts("", "")), tokenizer)
     assert isinstance(example[PLACE], UserError)
-    assert "there is nothing to learn within 64 tokens in a whole round of one of 1 reader" in str(example[PLACE])
-
-
-def test_texts_of_which_joining_leaves_nothing_to_learn_are_an_error(tmp_path, tokenizer):
-    """Nothing is learned of the first token of a sequence, and here it is the only one."""
-    rows = [{"input_ids": [1] * 65, "labels": [-100] * 64 + [1]}]
-    (example,) = stream(jsonl(tmp_path, rows), tokenizer, packing=True, packing_strategy="wrapped")
     assert "there is nothing to learn within 64 tokens" in str(example[PLACE])
 
 

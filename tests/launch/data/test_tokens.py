@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from launch.data import tokens
 from launch.data.load import load_data
 from launch.data.tokens import Encoder, cache_folder, token_table
-from recipes.errors import Failure
 from recipes.mixture import Part
 from tests.support.rows import decoded, jsonl, problem, run_with, texts
 
@@ -154,12 +153,7 @@ def test_a_slice_reads_no_more_than_its_rows_and_the_rest_is_added_later(tmp_pat
     assert made.items() < files().items()
 
 
-def test_rows_without_tokens_count_in_a_slice(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("", "a", "", "b")), dataset_train_split="train[50%:]")
-    assert decoded(tokenizer, load_data(run, tokenizer).train) == ["b<|endoftext|>"]
-
-
-# --- Processes and threads -----------------------------------------------------------------------
+# --- Threads -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,19 +172,6 @@ def test_a_bad_row_far_down_is_one_problem(tmp_path, tokenizer):
     bad = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "text": "y"}]}
     run = run_with(dataset_name=jsonl(tmp_path, [*CHATS, bad, *CHATS]), dataset_num_proc=3)
     assert problem(run, tokenizer).what.startswith("row 1,001: has a message without content")
-
-
-def test_a_process_that_the_kernel_kills_is_a_failure(tmp_path, tokenizer, monkeypatch):
-    own = os.getpid()
-
-    def encode(*args, encode=Encoder.__call__):
-        if os.getpid() != own:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return encode(*args)
-
-    monkeypatch.setattr(Encoder, "__call__", encode)
-    with pytest.raises(Failure, match="--dataset_num_proc"):
-        tokenized(run_with(dataset_name=jsonl(tmp_path, CHATS), dataset_num_proc=2), tokenizer)
 
 
 # --- Killed, failed, waited for ------------------------------------------------------------------

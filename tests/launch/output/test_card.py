@@ -12,7 +12,7 @@ def test_an_adapter_has_a_card_with_base_data_recipe_and_results(tiny_model, tex
     card = ModelCard.load(tmp_path / "chats" / "README.md")
     assert card.data.base_model == str(tiny_model) and card.data.model_name == "chats"
     assert card.data.eval_results[0].metric_value == done.record["eval_loss"]
-    assert "`standard`" in card.text and str(texts) in card.text and "| max_steps | 2 |" in card.text
+    assert "`standard`" in card.text and str(texts) in card.text and "| steps | 2 |" in card.text
     assert "More Information Needed" not in card.text
     assert "recipes generate" in done.output and "recipes merge" in done.output
 

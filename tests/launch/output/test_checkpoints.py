@@ -3,8 +3,6 @@
 import shutil
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -47,15 +45,11 @@ def test_a_manifest_names_what_wrote_the_checkpoint_and_every_file(checkpoint):
 @pytest.mark.parametrize("name", FILES)
 def test_any_damage_to_any_file_is_named(name, checkpoint):
     file = checkpoint / name
-    whole, changed = file.read_bytes(), [f"{name} has changed since it was written"]
+    whole = file.read_bytes()
     half = len(whole) // 2
-    for content, found in (
-        (bytes([whole[0] ^ 1]) + whole[1:], changed),
-        (whole[:half] + bytes(len(whole) - half), changed),
-        (whole[:-1], [f"{name} has {len(whole) - 1} bytes, not {len(whole)}"]),
-    ):
+    for content in (bytes([whole[0] ^ 1]) + whole[1:], whole[:half] + bytes(len(whole) - half), whole[:-1]):
         file.write_bytes(content)
-        assert faults(checkpoint) == found
+        assert faults(checkpoint) == [f"{name} has changed since it was written"]
     file.unlink()
     assert faults(checkpoint) == [f"{name} is missing"]
 
@@ -108,16 +102,13 @@ def test_the_folder_must_have_the_number_of_its_step_or_no_number(checkpoint):
 def test_what_plain_trainer_wrote_is_valid_and_judged_in_part(plain):
     assert faults(plain) == []
     assert inspect(plain).notes[0].startswith("checkpoint-4 has no manifest.json: it was judged in part")
+    weights = (plain / "model.safetensors").rename(plain / "other.safetensors")
+    assert faults(plain) == ["its weights are missing"]
+    weights.rename(plain / "model.safetensors")
     (plain / "trainer_state.json").write_text('{"a_field_of_old": 1}')
     assert faults(plain) == ["trainer_state.json is not Trainer's"]
     (plain / "checkpoint-is-incomplete.txt").touch()
     assert faults(plain) == ["marked incomplete"]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", *STATES])
-def test_a_missing_file_is_a_fault(name, plain):
-    (plain / name).unlink()
-    assert len(faults(plain)) == 1
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -131,22 +122,14 @@ def test_a_file_cut_off_anywhere_is_a_fault(plain, name, kept):
         (plain / name).write_bytes(whole)
 
 
-def test_weights_alone_are_whole_and_say_what_starts_afresh(plain):
-    for name in STATES:
-        (plain / name).unlink()
-    assert faults(plain) == []
-    assert "optimizer, schedule and random state start afresh" in inspect(plain).notes[0]
-
-
-def test_shards_of_fsdp_need_no_file_of_weights(plain):
-    for name in ("model.safetensors", "optimizer.pt"):
-        (plain / name).unlink()
-    for name, state in {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}.items():
-        content = {state: {"weight": torch.arange(1000.0)}}
-        dcp.save(content, storage_writer=dcp.FileSystemWriter(plain / name), no_dist=True)
-    assert faults(plain) == [] and len(inspect(plain).notes) == 1
-    (plain / "rng_state.pth").unlink()
-    assert faults(plain) == ["rng_state is missing"]
+def test_without_an_optimizer_it_says_what_starts_afresh(plain):
+    (plain / "optimizer.pt").unlink()
+    assert faults(plain) == [] and "optimizer and schedule start afresh" in inspect(plain).notes[0]
+    for sharded in ("optimizer_0", "global_step4"):  # of FSDP and DeepSpeed
+        (plain / sharded).mkdir()
+        (plain / sharded / "shard").touch()
+        assert len(inspect(plain).notes) == 1
+        shutil.rmtree(plain / sharded)
 
 
 # --- Several --------------------------------------------------------------------------------------
@@ -184,7 +167,6 @@ def test_a_damaged_one_is_renamed_with_all_its_files(checkpoint):
     ],
 )
 def test_the_oldest_go_by_their_steps_whatever_their_times(there, newest, limit, best, left, tmp_path):
-    (tmp_path / f"_removed-checkpoint-{there[0]}").mkdir()  # as a kill leaves it
     for step in reversed(there):  # the newest has the oldest time
         (tmp_path / f"checkpoint-{step}").mkdir()
     rotate(tmp_path / f"checkpoint-{newest}", limit, str(tmp_path / f"checkpoint-{best}") if best else None)

@@ -7,13 +7,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections import namedtuple
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from launch.output import checkpoints, record
 from launch.output.checkpoints import manifest_of, newest_complete, newest_valid, numbered
@@ -89,7 +87,7 @@ def found(asked):
 
     def find(folder, *flags, **files):
         run = asked(folder, *flags, **files)
-        earlier = find_earlier_run(run, look_ahead(run))
+        earlier = look_ahead(run) or find_earlier_run(run)
         return SimpleNamespace(**{**vars(earlier), "notes": " ".join(earlier.notes)})
 
     return find
@@ -197,18 +195,6 @@ def test_more_steps_go_on_with_callbacks_of_this_start(tiny_model, texts, tmp_pa
     assert "is ignored by a resume" not in " ".join(longer.output.split())
 
 
-def test_early_stopping_stops_at_the_same_step_after_a_resume(tiny_model, texts, tmp_path):
-    """With patience 2, where the first evaluation stays the best, that is step 6."""
-    flags = (
-        "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 9 --load_best_model_at_end "
-        "--metric_for_best_model loss --greater_is_better true --early_stopping_patience 2 --max_steps 16"
-    ).split()
-    flags += [*SPLIT, "--learning_rate", "1e-3"]
-    assert train_here(tiny_model, texts, tmp_path, *flags).record["global_step"] == 6
-    resumed = train_here(tiny_model, texts, at_step(tmp_path, 4), *flags)
-    assert "resuming from" in resumed.output and resumed.record["global_step"] == 6
-
-
 # --- It is refused --------------------------------------------------------------------------------
 
 
@@ -256,22 +242,15 @@ def exchange_two_tokens(model):
 @pytest.mark.parametrize("change", [flip_a_weight, add_dropout, exchange_two_tokens])
 def test_the_model_that_adapters_began_with_must_be_as_it_was(change, tiny_model, texts, tmp_path):
     """A checkpoint of adapters holds neither the base model's weights nor its configuration."""
-    model, named = shutil.copytree(tiny_model, tmp_path / "model"), ["--resume_from_checkpoint"]
-    flags = "--use_peft --max_steps 3 --save_steps 2 --save_total_limit 9 --logging_steps 1".split()
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    flags = "--use_peft --max_steps 3 --save_steps 2 --logging_steps 1".split()
     assert train_here(model, texts, tmp_path / "out", *flags).code == 0
-    named.append(str(tmp_path / "out" / "checkpoint-2"))
-    assert train_here(model, texts, tmp_path / "begun", *flags, *named).code == 0
     at_step(tmp_path / "out", 2)
-    at_step(tmp_path / "begun", 0)  # it has no checkpoint of its own yet
     change(model)
+    named = ["--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")]
     for folder, more in (("out", []), ("begun", named)):
-        before = (tmp_path / folder / "run.json").read_bytes()
         outcome = train_here(model, texts, tmp_path / folder, *flags, *more)
         assert outcome.code == 2 and "model as it was, not what it holds now" in " ".join(outcome.output.split())
-        assert (tmp_path / folder / "run.json").read_bytes() == before  # merge compares with it
-    shutil.rmtree(model)
-    shutil.copytree(tiny_model, model)
-    assert train_here(model, texts, tmp_path / "begun", *flags, *named).code == 0
 
 
 def test_a_branch_of_the_hub_that_has_moved_is_another_model(finished, asked, found, tmp_path, monkeypatch):
@@ -283,7 +262,7 @@ def test_a_branch_of_the_hub_that_has_moved_is_another_model(finished, asked, fo
     named = {**settings["model_name_or_path"], "value": "org/name"}
     rewrite(finished, model="commit " + "a" * 40, settings={**settings, "model_name_or_path": named})
     assert f"--model_revision {'a' * 40}" in refused(asked(finished, model="org/name"))
-    assert look_ahead(asked(finished, *SIX_STEPS, "--model_revision", "a" * 40, model="org/name")).finished
+    assert look_ahead(asked(finished, *SIX_STEPS, "--model_revision", "a" * 40, model="org/name"))
     (refs / "main").unlink()  # which commit it is now, nobody can tell
     assert found(at_step(finished, 4), model="org/name").kept["model"] == "commit " + "a" * 40
 
@@ -293,8 +272,8 @@ def test_data_of_the_hub_that_has_moved_is_reported(stopped, asked):
     named = {**settings["dataset_name"], "value": "org/rows"}
     rewrite(stopped, data="commit a", settings={**settings, "dataset_name": named})
     run = asked(stopped, data="org/rows")
-    assert find_earlier_run(run, look_ahead(run), "a").notes == []
-    earlier = find_earlier_run(run, look_ahead(run), "b")
+    assert find_earlier_run(run, "a").notes == []
+    earlier = find_earlier_run(run, "b")
     assert earlier.notes == ["the data has changed since"] and earlier.kept["data"] == "commit a"
 
 
@@ -306,7 +285,7 @@ def test_checkpoints_of_another_engine_are_refused(engine, tmp_path):
     )
     ended = {"status": "finished", "global_step": 1, "model_files": {}}
     record.write(tmp_path, {**record.started(run, 2), **ended})
-    assert look_ahead(run).finished
+    assert look_ahead(run)
     rewrite(tmp_path, engine=engine)
     assert f"written with {engine}, and FSDP2" in refused(run)
 
@@ -338,18 +317,13 @@ def test_a_file_in_the_way(inside, asked, tmp_path):
     assert "cannot be written: Not a directory" in refused(asked(tmp_path / "file" / inside))
 
 
-def test_another_run_is_writing_there_or_has_written(asked, finished, tmp_path):
+def test_another_run_is_writing_there(asked, tmp_path):
     handle = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)  # as a run holds it
     try:
         assert "another run is writing" in refused(asked(tmp_path))
     finally:
         os.close(handle)
-    run = asked(tmp_path)
-    foreseen = look_ahead(run)
-    shutil.copy(finished / "run.json", tmp_path)
-    with pytest.raises(UserError, match="another run has just written to"):
-        find_earlier_run(run, foreseen)
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -367,29 +341,13 @@ def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(f
     assert not list(datasets.config.HF_DATASETS_CACHE.rglob("*.arrow"))
 
 
-def lack_weights(checkpoint):
-    weights = load_file(checkpoint / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
-
-
-def have_another_optimizer(checkpoint):
-    state = torch.load(checkpoint / "optimizer.pt")
-    torch.save({**state, "param_groups": state["param_groups"][:1]}, checkpoint / "optimizer.pt")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lack_weights, "lacks 1 weights of the model, among them lm_head.weight"),
-        (have_another_optimizer, "does not fit this model"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(change, words, stopped, tiny_model, texts):
+def test_an_optimizer_that_does_not_fit_the_model_is_refused(stopped, tiny_model, texts):
     (at_step(stopped, 4) / "checkpoint-4" / "manifest.json").unlink()
-    change(stopped / "checkpoint-4")
+    file = stopped / "checkpoint-4" / "optimizer.pt"
+    state = torch.load(file)
+    torch.save({**state, "param_groups": state["param_groups"][:1]}, file)
     outcome = train_here(tiny_model, texts, stopped, *SIX_STEPS)
-    assert outcome.code == 2 and words in " ".join(outcome.output.split())
+    assert outcome.code == 2 and "does not fit this model" in " ".join(outcome.output.split())
 
 
 # --- It is finished -------------------------------------------------------------------------------
@@ -405,15 +363,12 @@ def test_a_finished_run_goes_on_if_more_is_asked_for(flags, longer, finished, fo
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_damaged_model_says_where_else_it_is(name, finished, found):
+def test_a_damaged_model_is_named(name, finished, found):
     assert found(finished).notes == ""
     (finished / name).write_bytes(bytes((finished / name).stat().st_size))
-    same = f"copy {name} from checkpoint-6, which holds the same"
-    assert found(finished).notes == f"{name} has changed since it was written: {same}"
+    assert found(finished).notes.startswith(f"{name} has changed since it was written: ")
     (finished / name).unlink()
-    assert found(finished).notes == f"{name} is missing: {same}"
-    flip(finished / "checkpoint-6" / name)
-    assert "--fresh trains it again" in found(finished).notes or name != "model.safetensors"
+    assert found(finished).notes.startswith(f"{name} is missing: ")
 
 
 def test_fresh_starts_over_and_deletes_nothing(whole_run, finished, tiny_model, texts):
@@ -428,29 +383,17 @@ def test_fresh_starts_over_and_deletes_nothing(whole_run, finished, tiny_model, 
 def test_fresh_leaves_other_folders_alone(finished, asked, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    make_room(asked(tmp_path / "mine", "--fresh"), 0, 0)
+    make_room(asked(tmp_path / "mine", "--fresh"))
     assert (tmp_path / "mine" / "thesis.txt").exists() and not (tmp_path / "mine.old-1").exists()
     monkeypatch.chdir(finished)
     with pytest.raises(UserError, match="is or holds the current folder"):
-        make_room(asked(".", "--fresh"), 0, 0)
+        make_room(asked(".", "--fresh"))
 
 
-def test_what_a_killed_run_has_left_is_removed(finished, asked):
-    for name in ("_removed-checkpoint-2", "converted-checkpoint-2"):
-        (finished / name / "tmp").mkdir(parents=True)
-    (finished / ".tmpaOGUwI").touch()  # of the final model, by safetensors
-    make_room(asked(finished), 0, 0)
-    assert not [*finished.glob("*d-checkpoint-*"), *finished.glob(".tmp*")]
-
-
-@pytest.mark.parametrize(("flags", "needed"), [("--max_steps 60", 10 + 4), ("--max_steps 60 --save_strategy no", 4)])
-def test_too_small_a_disk_is_refused_before_training(flags, needed, asked, tmp_path, monkeypatch):
-    usage, run = namedtuple("usage", "total used free"), asked(tmp_path, *flags.split())
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(99, 0, needed + 1))
-    make_room(run, 10, 4)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(99, 0, needed))
-    with pytest.raises(UserError, match="this run saves about"):
-        make_room(run, 10, 4)
+def test_a_converted_copy_that_a_killed_run_has_left_is_removed(finished, asked):
+    (finished / "converted-checkpoint-2" / "tmp").mkdir(parents=True)
+    make_room(asked(finished))
+    assert not list(finished.glob("converted-*"))
 
 
 # --- From a checkpoint that the user has named ----------------------------------------------------
@@ -482,14 +425,10 @@ def test_the_same_command_again_goes_on_from_its_newest(begun, found):
     assert again.identity == read_record(folder)["run"]
 
 
-def test_before_its_first_checkpoint_it_begins_there_again(begun, begun_run, found):
-    folder, named = begun
-    assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == begun_run / "whole" / "checkpoint-2"
-
-
-def test_another_course_begins_there_again(begun, begun_run, found):
-    folder, named = begun
-    assert found(folder, *other("--seed", "7"), *named).checkpoint == begun_run / "whole" / "checkpoint-2"
+def test_before_its_first_checkpoint_or_on_another_course_it_begins_there_again(begun, begun_run, found):
+    (folder, named), start = begun, begun_run / "whole" / "checkpoint-2"
+    assert found(folder, *other("--seed", "7"), *named).checkpoint == start
+    assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == start
 
 
 def test_a_named_checkpoint_overwrites_no_finished_run(begun, asked, finished, tmp_path):
@@ -497,7 +436,7 @@ def test_a_named_checkpoint_overwrites_no_finished_run(begun, asked, finished, t
     assert "which a resume from" in refused(asked(finished, *SIX_STEPS, *named))
     assert "with packing False, not True" in refused(asked(tmp_path / "new", *SIX_STEPS, "--packing", *named))
     rewrite(folder, status="finished", global_step=6)
-    assert look_ahead(asked(folder, *SIX_STEPS, *named)).finished
+    assert look_ahead(asked(folder, *SIX_STEPS, *named))
 
 
 def test_what_was_given_up_is_never_taken_again(finished, found, tiny_model, texts, tmp_path):

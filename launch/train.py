@@ -100,7 +100,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.build import build_arguments, build_trainer
-    from launch.training.model import load_model
+    from launch.training.model import load_model, saved_bytes
     from launch.training.timing import results
 
     out = console(world.is_main)
@@ -114,7 +114,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     print_progress("loading the model", out)
     model = load_model(run, tokenizer, data)
-    world.decide(lambda: make_room(run))
+    world.decide(lambda: make_room(run, saved_bytes(model, run)))
     trainer = build_trainer(run, world, args, model, tokenizer, data, out, earlier.identity, stop)
     banner.banner(run, model, tokenizer, data, out)
     trainer.make_readable(earlier.checkpoint)

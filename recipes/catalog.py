@@ -257,8 +257,6 @@ def static_graph_without_accumulation(run) -> Decision:
 
 
 def packing_for_language_models(run) -> Decision:
-    if run.explicit("padding_free") and run["padding_free"]:
-        return False, "padding_free was asked for"
     if run["task"] == "causal_lm":
         return True, "no compute is spent on padding, and every batch has the same shape"
     return False, "each example keeps its own label"

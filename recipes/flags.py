@@ -78,7 +78,6 @@ class RunFlags:
     packing_strategy: Literal["bfd", "wrapped"] = flag(
         "bfd", "bfd: whole examples that do not see each other, the best fit; wrapped: texts joined and cut"
     )
-    padding_free: bool = flag(False, "join a micro-batch into one row without padding")
     assistant_only_loss: bool = flag(False, "chats: learn only what the assistant says")
     completion_only_loss: bool | None = flag(None, "prompt/completion data: learn only the completion (the default)")
 

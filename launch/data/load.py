@@ -9,7 +9,6 @@ from itertools import groupby
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import DataCollatorWithFlattening
 
 from launch.data.batches import IGNORED, Example, Pad, Stack
 from launch.data.labels import Labelled, Target, labelled, recognise
@@ -121,11 +120,7 @@ def _data(
     elif run["eval_strategy"] != "no":
         raise UserError(nothing_to_evaluate_on("its parts have only train", run["dataset_streaming"]))
     # Padding is masked, so any token works.
-    collator: Callable = Pad(tokenizer.pad_token_id or 0, run["max_length"])
-    if run["packing"]:
-        collator = Stack()
-    elif run["padding_free"]:
-        collator = DataCollatorWithFlattening()
+    collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
     commit = ", ".join(one.commit for one in tokens if one.commit) or None
     labels, kind = (target.names, target.problem_type) if target else (None, None)
     return Data(train, evaluation, collator, text, labels, commit, kind)

@@ -39,7 +39,7 @@ OUT_OF_MEMORY = "out_of_memory.json"
 IDENTITY = (
     "task problem_type model_name_or_path model_revision from_scratch dtype use_peft lora_r lora_alpha "
     "lora_target_modules use_dora load_in_4bit optim dataset_name dataset_config dataset_train_split "
-    "dataset_columns dataset_text_field dataset_label_field max_length packing packing_strategy padding_free "
+    "dataset_columns dataset_text_field dataset_label_field max_length packing packing_strategy "
     "assistant_only_loss completion_only_loss"
 ).split()
 # Trainer's resume keeps the old value of these silently: they are part of the checkpoint's state.

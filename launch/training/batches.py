@@ -61,21 +61,19 @@ def set_epoch(loader: Any, epoch: int) -> None:
             sampler.set_epoch(epoch)
 
 
-def example_numbers(batch: Mapping[str, torch.Tensor], padding_free: bool) -> torch.Tensor:
-    """For each label the number of its example: the row, or the position in a padding-free row."""
+def example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """For each label the number of its row."""
     labels = batch["labels"]
-    if padding_free:
-        return (batch["position_ids"] == 0).cumsum(-1) - 1
     rows = torch.arange(len(labels), device=labels.device)
     return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
 
 
-def tokens_of(batch: Mapping[str, torch.Tensor], padding_free: bool) -> torch.Tensor | int:
+def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
     """Tokens of a micro-batch without padding. What is counted stays on the device."""
     if batch.get("attention_mask") is not None:
         return batch["attention_mask"].sum()
     tokens = batch["input_ids"].numel()
-    if "position_ids" not in batch or padding_free:
+    if "position_ids" not in batch:
         return tokens
     # In a packed row only padding has no label at all from where its positions begin.
     place = torch.arange(batch["input_ids"].shape[1], device=batch["input_ids"].device)

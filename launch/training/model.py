@@ -134,16 +134,14 @@ def _size(parameter: torch.nn.Parameter) -> int:
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
-def model_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the weights that are saved: the trained ones."""
+def saved_bytes(model: torch.nn.Module, run: RunSpec) -> int:
+    """Estimated bytes of the trained weights at the end, and of one checkpoint: the trained weights
+    again, with the states of the optimizer.
+    """
     width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
-    return parameter_count(model, trained_only=True) * width
-
-
-def checkpoint_bytes(model: torch.nn.Module, run: RunSpec) -> int:
-    """Estimated bytes of a checkpoint: the trained weights, and what the optimizer keeps."""
     of_optimizer = 0 if run["save_only_model"] else optimizer_bytes_per_parameter(run)
-    return round(model_bytes(model) + parameter_count(model, trained_only=True) * of_optimizer)
+    checkpoint = width + of_optimizer if run["save_strategy"] != "no" else 0
+    return round(parameter_count(model, trained_only=True) * (width + checkpoint))
 
 
 # --- Loading --------------------------------------------------------------------------------------

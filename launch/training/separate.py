@@ -42,10 +42,10 @@ def with_separate_examples(
     advice that says so. Raises `UserError` if somebody asked, or if the `model` is loaded already.
     """
     packs = run["task"] == "causal_lm" and run["packing"] and run["packing_strategy"] == "bfd"
-    if not packs and not run["padding_free"]:
+    if not packs:
         return run, []
     kind = type(model) if model else AutoModelForCausalLM._model_mapping.get(type(config), None)
-    mixes, is_asked_for = _twin_mixes(run, config, kind), run["padding_free"] or run.explicit("packing")
+    mixes, is_asked_for = _twin_mixes(run, config, kind), run.explicit("packing")
     if mixes is None and model is None and is_asked_for:
         return run, []  # the model itself is tried, once it is loaded
     # Shards of weights compute nothing here, and bitsandbytes repacks 4-bit ones for inference.
@@ -56,8 +56,6 @@ def with_separate_examples(
         return run, []
     what = f"a {config.model_type} model lets the examples of a row see each other"
     reason = what if mixes else f"whether {what} cannot be tried"
-    if run["padding_free"]:
-        raise mistake("padding_free", reason, "--padding_free false")
     if model or is_asked_for:
         raise mistake("packing", reason, "--packing_strategy wrapped, or --packing false")
     fix = "--packing_strategy wrapped, to join them"
@@ -112,7 +110,7 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedMo
                 _imitate_flash_attention(twin)
         except Exception:  # as above, for sizes
             continue
-        mixes = _mixes(twin, rows=2 if flash and not run["padding_free"] else 1)
+        mixes = _mixes(twin, rows=2 if flash else 1)
         if mixes is not None:
             return mixes
     return None

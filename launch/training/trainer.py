@@ -63,7 +63,6 @@ class RecipeTrainer(CommittingTrainer):
 
     def __init__(self, *args, run: Settings | None = None, any_world: AnyWorld | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.padding_free = run is not None and run["padding_free"]  # a micro-batch is one row of all its examples
         self.any_world = any_world
         self.timing = StepTiming(self.args.device.type == "cuda", parts=run is not None and bool(run["measure"]))
         self.add_callback(self.timing)
@@ -177,7 +176,7 @@ class RecipeTrainer(CommittingTrainer):
         batches = epoch_iterator if self._places is None else map(self._places.advance, epoch_iterator)
         samples, items = super().get_batch_samples(batches, num_batches, device)
         self.timing.have_read(samples, items)
-        self.tokens_seen = self.tokens_seen + sum(tokens_of(batch, self.padding_free) for batch in samples)
+        self.tokens_seen = self.tokens_seen + sum(tokens_of(batch) for batch in samples)
         return samples, items
 
     def _get_num_items_in_batch(self, batch_samples, device):
@@ -198,7 +197,7 @@ class RecipeTrainer(CommittingTrainer):
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
-        number = example_numbers(batch, self.padding_free)
+        number = example_numbers(batch)
         size = self.args.train_batch_size if trains else self.args.eval_batch_size
         group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
         own = min(max(left - group * size, 0), size)

@@ -29,6 +29,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     "tokenizer_name": ("is not needed: the tokenizer comes with the model", "model_name_or_path"),
     "train_file": (_OTHER, "dataset_name"),
     "block_size": (_OTHER, "max_length"),
+    "padding_free": ("is not needed: packed rows have no padding", "packing"),
     "use_lora": (_OTHER, "use_peft"),
     "use_qlora": (_OTHER, "load_in_4bit, with use_peft"),
     "lora_rank": ("has another name, as in peft", "lora_r"),

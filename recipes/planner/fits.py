@@ -103,9 +103,8 @@ class Estimator:
         from recipes.planner.trace import at_batch
 
         try:
-            # A mask of joined rows grows with the square of the micro-batch, and Liger's chunks of
-            # tokens are powers of 2. A batch of 1 takes views where others are copied.
-            if case.batch > 1 and not run["padding_free"] and not case.liger:
+            # Liger's chunks are powers of 2 tokens. A batch of 1 takes views where others copy.
+            if case.batch > 1 and not case.liger:
                 with contextlib.suppress(ValueError):
                     two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
                     return at_batch(two, three, case.batch)
@@ -126,14 +125,13 @@ class Estimator:
 
         Rows of different lengths are padded. One row alone is too, if its length is not a multiple
         of 8, and other rows of a run may be. Several examples packed into a row are masked apart.
-        Joined ones are one long row, apart by the same mask.
         """
-        mixed, casts, joined = mixed_precision(run), casts_the_model(run), run["padding_free"]
+        mixed, casts = mixed_precision(run), casts_the_model(run)
         asked = run["attn_implementation"]
         wanted = asked or getattr(self.config, "_attn_implementation", None)  # asked for, or the configuration's own
         return Case(
-            batch=1 if joined else micro,
-            length=self.length(run) * (micro if joined else 1),
+            batch=micro,
+            length=self.length(run),
             task=run["task"],
             dtype=mixed if casts and mixed else run["dtype"],
             autocast=None if casts else mixed,

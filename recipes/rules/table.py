@@ -366,10 +366,7 @@ _OF_TRAIN_PY = (
               "`AssertionError` in DeepSpeed's defragment: the new head is in 16 bits, LoRA in fp32."),
 
     # Rows and batches
-    error_row("packing_frees_the_padding", "padding_free", lambda run: run["packing"] and run["padding_free"],
-              "and packing exclude each other", "--packing false, or leave padding_free out",
-              "Packed rows have no padding: padding_free is dropped without a word."),
-    error_row("classification_takes_rows_as_they_are", "packing padding_free assistant_only_loss completion_only_loss",
+    error_row("classification_takes_rows_as_they_are", "packing assistant_only_loss completion_only_loss",
               lambda run: run["task"] == "sequence_classification",
               "is for language models, not for sequence_classification", "leave it out",
               "Joined examples would share one label, and a label has no assistant or completion part."),
@@ -379,11 +376,6 @@ _OF_TRAIN_PY = (
               "dispatch_batches needs batches of one length, and these vary",
               "--packing, or leave dispatch_batches out",
               "`You can't use batches of different size with dispatch_batches=True`, in the first step."),
-    advice_row("padding_free_needs_flash_attention", "padding_free",
-               lambda run: run["padding_free"] and "flash" not in (run["attn_implementation"] or ""),
-               "is slow without FlashAttention: other kernels compute the whole joined row",
-               "--packing instead, or on a GPU --attn_implementation flash_attention_2",
-               "Other kernels mask the joined row: correct, but quadratic in its whole length."),
 
     # Data
     error_row("only_the_demonstration_has_no_data", "dataset_name",

@@ -16,7 +16,7 @@ _SETTINGS = (
     "recipe task model_name_or_path model_revision dtype bf16 fp16 tf32 use_peft lora_r lora_dropout "
     "lora_target_modules use_dora load_in_4bit use_bnb_nested_quant ddp_comm_hook attn_implementation dataset_name "
     "dataset_config dataset_train_split dataset_columns dataset_streaming max_length packing packing_strategy "
-    "padding_free optim optim_args gradient_checkpointing gradient_checkpointing_kwargs gradient_as_bucket_view "
+    "optim optim_args gradient_checkpointing gradient_checkpointing_kwargs gradient_as_bucket_view "
     "torch_compile use_liger_kernel label_smoothing_factor deepspeed fsdp fsdp_config global_batch_size memory_limit "
     "expandable_segments"
 ).split()

@@ -162,7 +162,7 @@ LATE = [
     (r"model_name_or_path", r".* nor a model that can be read from the Hub", "only the Hub knows its models"),
     (r"max_length", r"the data of", "depends on the length of the data"),
     (r"TrainingArguments", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
-    (r"padding_free|packing", r".* see each other", "found by a forward pass of a small model"),
+    (r"packing", r".* see each other", "found by a forward pass of a small model"),
     (r"eval_use_gather_object", r"gathers objects", "check does not know whether a launcher starts the one process"),
     (r"fsdp_config", r"transformer_layer_cls_to_wrap: .* is not a part of", "only the model's class has layers"),
     (r"dtype", r".* another 16-bit type on a CPU", "only the built model has layers"),

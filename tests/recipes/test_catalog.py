@@ -40,7 +40,6 @@ VALUES = [
     ("fast", CPU, {}, dict(torch_compile=False)),
     ("fast", H100, {}, dict(torch_compile=True)),
     ("fast", H100, dict(packing=False), dict(torch_compile=False)),
-    ("fast", H100, dict(padding_free=True), dict(packing=False)),
     # Liger where it is installed, but not with smoothed labels: an evaluation would fail
     ("fast", H100, {}, dict(use_liger_kernel=False)),
     ("fast", EIGHT_H100, {}, dict(use_liger_kernel=True)),

@@ -91,7 +91,7 @@ def test_a_row_holds_whole_examples_and_padding_and_no_first_token_is_learned(ro
 def test_padding_is_not_counted(rows, length, micro):
     packs = packed(examples(rows), length, padding=259)
     batch = Stack()([packs[number] for number in range(min(micro, len(packs)))])
-    assert tokens_of(batch, padding_free=False) == (batch["input_ids"] != 259).sum()
+    assert tokens_of(batch) == (batch["input_ids"] != 259).sum()
 
 
 def test_masks_of_chats_are_kept(tmp_path, tokenizer):

@@ -396,6 +396,12 @@ def test_a_converted_copy_that_a_killed_run_has_left_is_removed(finished, asked)
     assert not list(finished.glob("converted-*"))
 
 
+def test_too_small_a_disk_is_refused_before_training(asked, tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(UserError, match="this run saves about"):
+        make_room(asked(tmp_path), 2 * free)
+
+
 # --- From a checkpoint that the user has named ----------------------------------------------------
 
 

@@ -27,14 +27,13 @@ def evaluations(outcome) -> list[float]:
     "case",
     [
         "causal_lm",
-        pytest.param("padding_free", marks=pytest.mark.slow),
         pytest.param("sequence_classification", marks=pytest.mark.slow),
         pytest.param("multi_label_classification", marks=pytest.mark.slow),
         "regression",
     ],
 )
 def test_two_ranks_and_other_micro_batches_train_and_evaluate_the_same(case, tiny_model, texts, tmp_path):
-    data, more = texts, ["--padding_free"] * (case == "padding_free")
+    data, more = texts, list[str]()
     if case in LABELS:  # in an order without a pattern
         data, more = tmp_path / "rows.jsonl", ["--task", "sequence_classification"]
         rows = [{"text": f"row {n} " * (1 + n % 5), "label": LABELS[case](n)} for n in range(67)]

@@ -81,12 +81,12 @@ def test_fast_packs_for_a_model_that_keeps_examples_apart_and_says_so_of_another
     assert torch.equal(before, torch.get_rng_state())  # as in a run that tries nothing
 
 
-@pytest.mark.parametrize("settings", [{"packing": True}, {"padding_free": True}], ids=str)
-def test_what_was_asked_for_is_refused_if_it_mixes(settings, tmp_path):
+def test_packing_that_was_asked_for_is_refused_if_the_model_mixes_examples(tmp_path):
+    settings = {"packing": True}
     for config in (APART[1], GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2)):
         assert load(run_with(save(CausalLM.from_config(config), tmp_path / config.model_type), **settings))
     mixes = save(CausalLM.from_config(LFM2), tmp_path / "lfm2")
-    assert problem(run_with(mixes, **settings)).subject == next(iter(settings))
+    assert problem(run_with(mixes, **settings)).subject == "packing"
 
 
 def test_what_mixes_is_known_under_zero_3():
@@ -95,11 +95,10 @@ def test_what_mixes_is_known_under_zero_3():
         assert accepts(attention, packing=True) and not accepts(states, packing=True)
 
 
-@pytest.mark.parametrize("settings", [{"packing": True}, {"packing": False, "padding_free": True}], ids=str)
-def test_flash_attention_keeps_apart_what_attention_mixes_and_not_what_a_state_does(settings):
-    flash = dict(attn_implementation="flash_attention_2", **settings)
+def test_flash_attention_keeps_apart_what_attention_mixes_and_not_what_a_state_does():
+    flash = dict(attn_implementation="flash_attention_2", packing=True)
     opt, states = CausalLM.from_config(OPT), CausalLM.from_config(JAMBA)
-    assert accepts(opt, **flash) and not accepts(opt, **settings)
+    assert accepts(opt, **flash) and not accepts(opt, packing=True)
     assert not accepts(states, **flash)
 
 

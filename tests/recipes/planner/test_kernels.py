@@ -84,16 +84,6 @@ def test_dropout_keeps_a_byte_for_each_element():
     assert elements * 0.7 <= more <= elements * 1.1
 
 
-def test_examples_joined_into_one_row_need_a_mask_as_large_as_that_row_unless_a_package_keeps_them_apart():
-    def activations(*argv):
-        run, estimator = run_of("standard", "--max_length", "256", "--padding_free", "true", *argv), Estimator(GROUPED)
-        return [peak(estimator.traced(run, micro)) for micro in (4, 8)]
-
-    joined, apart = activations(), activations("--attn_implementation", "flash_attention_2")
-    assert joined[1] > 2.3 * joined[0]
-    assert apart[1] == pytest.approx(2 * apart[0], rel=0.1)
-
-
 # --- Liger's --------------------------------------------------------------------------------------
 
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -33,7 +33,6 @@ DISPATCHED = '--accelerator_config {"dispatch_batches":true}'
 NUM_STEPS = '--accelerator_config {"gradient_accumulation_kwargs":{"num_steps":4}}'
 STREAM = "--dataset_name d --dataset_streaming --max_steps 9"
 WEIGHTED = "dataset_name: [{name: a, weight: 1}, {name: b, weight: 2}]"
-PADDING_FREE = "--padding_free --packing false"
 POLYNOMIAL = f"{DS} --lr_scheduler_type polynomial"
 FP16 = "--recipe memory --bf16 false --fp16"
 
@@ -49,9 +48,7 @@ FLAGS = {
     "resume_contradicts_fresh": ("--resume_from_checkpoint .", "--fresh", ""),
     "four_bits_need_adapters": ("--load_in_4bit", "", "--use_peft"),
     "adapters_need_trained_weights": ("--use_peft", "", "--model_name_or_path gpt2"),
-    "packing_frees_the_padding": ("--padding_free", "--packing", "--packing false"),
     "classification_takes_rows_as_they_are": (CLASSIFY, "--packing", ""),
-    "padding_free_needs_flash_attention": (PADDING_FREE, "", "--attn_implementation flash_attention_2"),
     "a_mixture_is_for_language_models": ("--task sequence_classification --dataset_name a", "b", ""),
     "a_stream_is_told_how_long": ("--dataset_name d --dataset_streaming", "", "--max_steps 9"),
     "a_stream_has_no_classes": (f"{CLASSIFY} --max_steps 9", "--dataset_streaming", ""),
@@ -183,7 +180,6 @@ LEGAL_AFTER_ALL = [
     ("the_schedule_works_under_deepspeed", Run(f'{MIN_LR} {{"min_lr_rate":0.1}}', yaml="memory.yaml")),
     ("lora_r_is_in_range", Run("--lora_r 0")),  # lora_r_is_read speaks of it
     ("fp16_needs_a_gpu", Run("--bf16")),  # the fix
-    ("padding_free_needs_flash_attention", Run("--packing")),  # the fix
     ("learning_rates_are_usual", Run("--model_name_or_path gpt2 --learning_rate 3e-4 --from_scratch")),
     ("something_is_held_out", Run(f"--model_name_or_path gpt2 {STREAM}")),
 ]

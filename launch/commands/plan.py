@@ -150,7 +150,7 @@ def _print_time(plan: Plan, processes: int, timed: bool) -> None:
         link = f"at {plan.bandwidth / 1e9:g} GB/s, {plan.link}" if plan.bandwidth is not None else link
         parts.append(f"exposed communication ({link})")
     if any(entry.time.host for entry in plan.recipes):
-        parts.append(f"offload, at least ({plan.host_source})")
+        parts.append("offload, at least (PCIe of data sheets, Adam as DeepSpeed's author published)")
     print(" + ".join(parts) + "; without data, evaluation and saves")
 
 

@@ -21,11 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.doctor import measured
-from launch.doctor.machine import Check, Numbers, numbers, nvidia_smi
+from launch.doctor.machine import Check, numbers, nvidia_smi
 from launch.host import processes
-from recipes.errors import Failure
-from recipes.planner.measured import catalogue_name
+from recipes.planner.published import catalogue_name
 from recipes.planner.speed import link_of
 from recipes.run import Json
 from recipes.run.hardware import Gpu
@@ -40,7 +38,6 @@ class Rank:
     """This process in the probe run: what probe.py asks of it, and what its stages built."""
 
     store: dist.TCPStore  # from the stage `rendezvous` on
-    adam: float  # seconds per parameter, from the stage of that name on
 
     def __init__(self, folder: str) -> None:
         self.folder, self.asked = folder, processes.request(folder)
@@ -237,70 +234,3 @@ def slowest_rank(seconds: list[float], flops: float, dtype: str, backend: str, l
         fix = f"every step waits for it: see {look}, and what else runs there"
         return Check("warning", "matrices", what, fix, known)
     return Check("ok", "matrices", text, numbers=known)
-
-
-def adam(rank: Rank) -> Check:
-    """Seconds of an update on the CPU, on all ranks at the same time as with offload.
-
-    All that DeepSpeed does there (`step` of stage_1_and_2.py): clip the gradients, Adam, and cast
-    the weights to 16 bits. torch's fused Adam needs no compiler: DeepSpeed's took 4 % longer on one
-    core. All ranks together have 1 GiB or more, which no cache holds, and they wait for each other
-    before each round: a rank that is ahead would have the memory's bandwidth for itself.
-    """
-    count = max(16, 64 // rank.local_size) * _MIB
-    weights = torch.nn.Parameter(torch.zeros(count))
-    weights.grad = gradient = torch.ones(count)
-    in_16_bits = torch.empty(count, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW([weights], fused=True)
-
-    def update() -> None:
-        gradient.mul_(1.0)
-        optimizer.step()
-        in_16_bits.copy_(weights.detach())
-
-    median = sorted(rank.seconds(update, 4)[1:])[1]  # the first makes Adam's state
-    rank.adam = max(rank.of_node(median)) / count / rank.local_size
-    what = f"{rank.adam * 1e9:.2f} s for a billion parameters on all cores of this node"
-    return Check("ok", "CPU Adam", what, numbers=numbers(update=(rank.adam, "s/parameter")))
-
-
-def pcie(rank: Rank) -> Check | None:
-    """Bytes per second to the GPU and from it, through pinned memory, on all ranks at once."""
-    if not rank.cuda:
-        return None
-    here = torch.empty(256 * _MIB, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(here, device=rank.device)
-    copies = (partial(there.copy_, here, non_blocking=True), partial(here.copy_, there, non_blocking=True))
-    slowest = map(max, zip(*rank.of_node([min(rank.seconds(copy, 5)) for copy in copies]), strict=True))
-    to, back = (here.numel() / seconds for seconds in slowest)
-    what = f"{to / 1e9:,.1f} GB/s to each GPU and {back / 1e9:,.1f} GB/s from it, all at once"
-    keep = partial(measured.keep_host, rank.asked["card"], rank.local_size, rank.adam, min(to, back))
-    return kept(rank, "PCIe", what, keep, numbers(to_gpu=(to, "bytes/s"), from_gpu=(back, "bytes/s")))
-
-
-def context(rank: Rank) -> Check | None:
-    """What CUDA has taken of the GPU, now that kernels are loaded."""
-    if not rank.cuda:
-        return None
-    try:
-        own = measured.outside_torch()
-    except Exception:  # a machine on which this cannot be read may well train
-        own = None
-    size = max((one for one in rank.of_node(own) if one), default=None)
-    if size is None:
-        what = "unknown: other processes use the GPU, or nvidia-smi does not show them"
-        return Check("ok", "CUDA context", what)
-    what = f"{size / _MIB:,.0f} MiB of the GPU beside what torch reserves"
-    keep = partial(measured.keep_context, rank.asked["card"], rank.size > 1, size)
-    return kept(rank, "CUDA context", what, keep, numbers(context=(size, "bytes")))
-
-
-def kept(rank: Rank, title: str, what: str, keep: Callable[[], None], known: Numbers) -> Check | None:
-    """A finding that the next plan on this machine uses, if it can be kept. One rank keeps it."""
-    if rank.local_rank:
-        return None
-    try:
-        keep()
-    except Failure as error:
-        return Check("warning", title, f"{what}; {error}", "HF_HOME with a writable folder, for the next plan", known)
-    return Check("ok", title, f"{what}; kept for `recipes plan`", numbers=known)

@@ -14,7 +14,7 @@ from launch.host.launcher import threads_per_process
 from recipes.run import Json
 
 # The functions of links.py, in the order in which they run.
-_SPEEDS = ("matmul", "adam", "pcie", "context")
+_SPEEDS = ("matmul",)
 OF_LINKS = ("connection", "bandwidth", "end")
 STAGES = ("start", "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
 OF_ONE = ("start", *_SPEEDS)  # for a single process, which communicates with no other

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch.doctor.measured import keep_own_context
 from launch.host.world import World
 from launch.output.card import write_card
 from launch.terminal import console, duration, memory_size, plural, print_note, print_problems
@@ -176,9 +175,6 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
             added = add_timings_row(run, world, trainer, results)
             result = "a row was added" if added else "no step was measured, so no row was added"
             out.print(_table({"timings": f"{run['measure']}: {result}"}))
-    with only_noted(world):
-        if run.hardware.cuda and world.is_local_main:
-            keep_own_context(run.hardware.gpus[0].name, world.size > 1)  # for the next plan
     trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from recipes.errors import mistake
-from recipes.planner.measured import context_of
+from recipes.planner.published import context_of
 from recipes.rules.facts import fsdp_section, gradient_accumulation_kwargs, is_true
 from recipes.run import RunSpec
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from recipes.errors import Problem, UserError, mistake, plural
 from recipes.legal.schema import package_folder
 from recipes.planner.fits import Estimator, Planned, Planner, asks_for_a_micro_batch
-from recipes.planner.measured import Context, context_of, host_of
+from recipes.planner.published import Context, context_of
 from recipes.planner.sizes import description, is_size, read_config
 from recipes.planner.speed import link_of, mfu_of, unknown_compute
 from recipes.rules.check import require_legal
@@ -60,7 +60,6 @@ class Plan:
     bandwidth: float | None  # bytes per second, None if unknown
     link: str
     context: Context
-    host_source: str
     unknown_compute: str  # why times leave compute out, empty if they do not: then `mfu` has no effect
 
 
@@ -134,7 +133,6 @@ def plan_memory(
         bandwidth=bytes_per_second,
         link=link,
         context=context_of(run),
-        host_source=host_of(run)[1],
         unknown_compute=unknown_compute(run, config),
     )
 

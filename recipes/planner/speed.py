@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipes.planner.measured import host_of, pcie_of
 from recipes.planner.memory import FP32, HALF, HALF_A_BYTE, Weights, recomputes, shards, syncs_each_micro_batch
+from recipes.planner.published import ADAM_SECONDS, pcie_of
 from recipes.run import RunSpec
 from recipes.run.hardware import Gpu
 from recipes.run.known_gpus import CATALOGUE
@@ -61,7 +61,7 @@ def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
 class StepTime:
     """One optimizer step on each GPU: seconds (None if unknown), and the bytes that it sends.
 
-    `host` is what offload adds: PCIe, and Adam on the host, as `host_of` says. It is a lower
+    `host` is what offload adds: PCIe, and Adam on the host, as published. It is a lower
     bound: gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a reads throughput of a 7B
     on 8 A800 that is 46 % with offload of what it is without. `hidden` is how much communication
     computing can hide.
@@ -213,8 +213,8 @@ def host_seconds(run: RunSpec, weights: Weights, accumulation: int) -> float:
     if run.engine.offload_optimizer == "none":
         return 0.0
     updated_on_node = weights.trained * run.local_world_size / run.world_size
-    host, _ = host_of(run)
-    return pcie_bytes(run, weights, accumulation) / host.pcie + updated_on_node * host.adam
+    exchange = pcie_bytes(run, weights, accumulation) / pcie_of(run.hardware.capability)
+    return exchange + updated_on_node * ADAM_SECONDS
 
 
 def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:

@@ -122,8 +122,7 @@ def all_cases(rehearse: bool, gpus: int = 1) -> list[Case]:
 
 # One table for each group of cases: heading, name of the figure and format of each column.
 COLUMNS: dict[str, list[tuple[str, str, str]]] = {
-    "doctor": [("checks", "checks", ""), ("not ok", "wrong", ""), ("matrix product", "matrices", ""),
-               ("CUDA context", "CUDA context", ""), ("PCIe", "PCIe", ""), ("CPU Adam", "CPU Adam", "")],
+    "doctor": [("checks", "checks", ""), ("not ok", "wrong", ""), ("matrix product", "matrices", "")],
     "speed": [("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%"), ("step ms", "step_ms", ",.1f"),
               ("peak GiB", "peak_gib", ".2f"), ("start s", "start_s", ".1f"), ("parts of a step, ms", "parts", "")],
     "memory": [("planned GiB", "planned_gib", ".4g"), ("allocated GiB", "allocated_gib", ".4g"),

@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from launch.doctor.measured import outside_torch
+from launch.doctor.machine import smi_rows
 from launch.host.processes import free_port
 
 Figures = dict[str, Any]
@@ -170,6 +170,21 @@ def own_flags(case: Case) -> dict[str, Any]:
 
 
 # --- Measured ------------------------------------------------------------------------------------
+
+
+def outside_torch() -> int | None:
+    """Bytes of its GPU that are taken beside what torch has reserved in this process; None if
+    nvidia-smi names another process there.
+    """
+    import torch
+
+    device = torch.cuda.current_device()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    if sum(uuid in row for row in smi_rows("--query-compute-apps=gpu_uuid,pid")) > 1:
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    size = total - free - torch.cuda.memory_reserved(device)
+    return size if size > 0 else None
 
 
 def measured(case: Case) -> dict[str, Any]:

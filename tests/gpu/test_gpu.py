@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,8 +11,7 @@ import pytest
 import torch
 
 from launch.cli import main
-from recipes.planner.measured import context_of, host_of
-from recipes.run import hardware, resolve
+from recipes.run import hardware
 from tests.gpu import memory
 from tests.gpu.__main__ import FIGURES
 from tests.support.running import ROOT, launch, losses, train_here
@@ -29,18 +27,12 @@ def test_the_driver_and_torch_see_the_same_gpus():
     assert len(found) == torch.cuda.device_count()
 
 
-def test_the_doctor_finds_the_gpus_well_and_keeps_what_it_measured(tiny_model, texts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+def test_the_doctor_finds_the_gpus_well(capsys):
     code = main(["doctor", "--num_processes", "1", "--json"])
     said = json.loads(capsys.readouterr().out)
     found = {check["title"]: check["found"] for check in said["checks"]}
     assert (code, said["healthy"]) == (0, True) and "NCCL" in found, said
     assert "GFLOP/s in bfloat16" in found["matrices"] or "GFLOP/s in float16" in found["matrices"]
-    context, host = context_of(resolve(), os.environ), host_of(resolve())[0]
-    assert context.source.startswith("measured here") and 50 * MIB < context.bytes < 2000 * MIB
-    assert 1e9 < host.pcie < 1e12 and 1e-12 < host.adam < 1e-7
-    train_here(tiny_model, texts, tmp_path, "--max_steps", "2")
-    assert context.bytes <= context_of(resolve(), os.environ).bytes < 2000 * MIB
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Published facts about a card and its node: the CUDA context, PCIe, and Adam on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipes.errors import UserError
+from recipes.run import RunSpec, known_gpus
+
+_MIB = 1 << 20
+
+
+def catalogue_name(name: str) -> str:
+    """A card by its name in the catalogue, or as it is called if it is not there."""
+    try:
+        return known_gpus.find(name).name
+    except UserError:
+        return name
+
+
+# --- PCIe, and Adam on the host -------------------------------------------------------------------
+
+# Bytes per second between a GPU and its host, one way, by the major compute capability: half of
+# what NVIDIA's data sheets give for both ways. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S:
+# Gen4, 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
+_PCIE = {7: 16e9, 8: 32e9}
+# Adam on the host, seconds per parameter and node: 8.2 s for 11.6B by DeepSpeed's author, in
+# github.com/deepspeedai/DeepSpeed/pull/735. issues/6834 reads 10 s for 18B on each node.
+ADAM_SECONDS = 8.2 / 11.6e9
+
+
+def pcie_of(capability: tuple[int, int]) -> float:
+    return _PCIE.get(capability[0], 64e9)
+
+
+# --- The CUDA context -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Context:
+    """Bytes that a process takes on its GPU beside torch's, and where they were read."""
+
+    bytes: int
+    source: str
+
+
+# MiB that a training had, by the beginning of the card's name in the catalogue. Kernels are loaded
+# when they are first called, which torch asks of CUDA (CUDA_MODULE_LOADING=LAZY).
+_READ = {
+    "T4": (140.875, "torch 2.10, CUDA 12.8, github.com/Anassbzdd/fitcheck"),
+    "A100": (426, "driver 535.183, CUDA 12.2, github.com/pytorch/torchrec/pull/3580"),
+}
+
+
+def context_of(run: RunSpec) -> Context:
+    """CUDA's own overhead on each GPU of this run, as others have read it on such a card, or else
+    the most that they have read on any; nothing on a CPU.
+    """
+    if not run.hardware.cuda:
+        return Context(0, "")
+    card = catalogue_name(run.hardware.gpus[0].name)
+    alike = next((name for name in _READ if card.startswith(name)), None)
+    most = alike or max(_READ, key=lambda name: _READ[name][0])
+    mib, where = _READ[most]
+    source = f"as others read it on {most}" if alike else f"the most that others read, on {most}"
+    unknown = "; what NCCL takes beside it is unknown" if run.world_size > 1 else ""
+    return Context(round(mib * _MIB), f"{source} ({where}){unknown}")

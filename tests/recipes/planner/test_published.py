@@ -1,0 +1,25 @@
+"""The CUDA context as others read it on such a card, or the most they read."""
+
+import pytest
+
+from recipes.planner.published import context_of
+from recipes.run.hardware import Gpu, Hardware
+from tests.recipes.planner.small import run_of
+
+MIB = 2**20
+
+
+def context(name: str):
+    return context_of(run_of(hardware=Hardware((Gpu(name, (8, 0), 24 << 30),), cores=8)))
+
+
+@pytest.mark.parametrize(("card", "mib"), [("Tesla T4", 141), ("A100", 426)])
+def test_a_card_that_others_have_read_takes_what_they_read(card, mib):
+    found = context(card)
+    assert round(found.bytes / MIB) == mib and found.source.startswith("as others read it on ")
+
+
+@pytest.mark.parametrize("card", ["NVIDIA L4", "a GPU of 24 GB"])
+def test_another_card_takes_the_most_that_others_read_and_says_so(card):
+    found = context(card)
+    assert found.bytes == 426 * MIB and found.source.startswith("the most that others read, on A100 (")

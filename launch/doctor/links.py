@@ -80,11 +80,6 @@ class Rank:
             dist.all_gather_object(found, own)
         return found
 
-    def of_node(self, own: Any) -> list[Any]:
-        """What every rank of this node has found."""
-        first = self.rank - self.local_rank
-        return self.of_all(own)[first : first + self.local_size]
-
 
 def main(folder: str) -> None:
     """Run the stages that are asked for, up to the first that fails."""

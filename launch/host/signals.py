@@ -7,13 +7,11 @@ the first step, and a second one stops at once.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
 
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
@@ -102,27 +100,6 @@ def is_being_ended() -> bool:
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send a signal to this process when its parent dies. Linux only."""
     _prctl(_PR_SET_PDEATHSIG, number)
-
-
-@contextlib.contextmanager
-def ending_children() -> Iterator[None]:
-    """If the block is interrupted, end all that it has started.
-
-    A parent that is killed leaves its children to this process meanwhile. Linux only.
-    """
-    import psutil
-
-    before = set(psutil.Process().children(recursive=True))
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    except BaseException:
-        for child in set(psutil.Process().children(recursive=True)) - before:
-            with contextlib.suppress(psutil.Error):
-                child.terminate()
-        raise
-    finally:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -22,6 +22,7 @@ from launch.jobs.job import checked_job, launch_words
 from launch.jobs.local import Local
 from launch.jobs.submit import TARGETS, from_site, newest, refuse_while_in_use, rows, site_defaults, site_file, submit
 from launch.terminal import console, duration, memory_size, plural, print_progress, print_table
+from launch.training import banner
 from recipes.errors import UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
@@ -44,12 +45,14 @@ _FOLDER = "[FOLDER]  output folder of a run, or of several: the newest [outputs]
 
 
 def add_parser(commands: Commands) -> None:
-    description = "Check the run, then train here in this terminal: `accelerate launch` with the recipe's YAML. "
-    description += '`python "$(recipes where train.py)" --help` lists the settings.'
-    data = "Tokenize the data of a run into the cache of datasets, on every core and without a GPU: train.py with the "
-    data += "same flags and HF_HOME begins at once. Killed in the middle, the same command goes on. The printed folder "
+    data = "Tokenize a run's data into the datasets cache, on every core and without a GPU. train.py with the same "
+    data += "flags and HF_HOME then starts at once. If it is killed, the same command continues. The printed folder "
     commands.add_parser("prepare", description=data + "may be removed when no run needs it.").takes(prepare, _SHOW)
-    commands.add_parser("train", description=description).takes(train, _RECIPE + _HERE + _YAML)
+    description = "Check the run, then train here in this terminal: `accelerate launch` with the recipe's YAML."
+    parser = commands.add_parser("train", description=description)
+    parser.takes(train, _RECIPE + _HERE + _YAML)
+    own_help = parser.format_help
+    parser.format_help = lambda: f"{own_help()}\n{banner.settings_help()}"  # type: ignore[method-assign]
     commands.add_parser("fit").takes(fit, _RECIPE + _HERE + _YAML)
     targets = commands.add_parser("submit").add_subparsers(dest="target", required=True, metavar="|".join(TARGETS))
     for name, target in TARGETS.items():

@@ -117,7 +117,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     nothing = Data((), None, list, "")  # type: ignore[arg-type]
     model = _model(run, folder, tokenizer, nothing).eval()
     model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
-    if tokenizer.chat_template:
+    if tokenizer.chat_template and run["dataset_name"]:  # the demonstration has learned no chats
         chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
@@ -134,8 +134,10 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     quiet_libraries(verbose=False)
     file = _record_of(folder)
     settings = recorded.read(file, "FOLDER")["settings"]
-    if not settings.get("use_peft", {}).get("value"):  # the folder holds a whole model
-        changed = {**changed, "model_name_or_path": str(folder), "model_revision": "main"}
+    is_adapter = settings.get("use_peft", {}).get("value") and not (folder / "config.json").is_file()
+    if not is_adapter:  # the folder holds a whole model, perhaps a merged one
+        whole = {"model_name_or_path": str(folder), "model_revision": "main", "use_peft": False, "load_in_4bit": False}
+        changed = {**changed, **whole}
     run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
     if errors := [problem for problem in run.problems if problem.severity == "error"]:
         raise UserError(*errors)
@@ -143,10 +145,9 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
 
 
 def _record_of(folder: Path) -> Path:
-    """The run.json of a run's folder, or of one of its checkpoints."""
-    file = recorded.file_of(folder)
-    is_checkpoint = not file.is_file() and folder.name.startswith("checkpoint-")
-    return recorded.file_of(folder.parent) if is_checkpoint else file
+    """The run.json of a run's folder; of a checkpoint or merged model in it, that of the run."""
+    own, around = recorded.file_of(folder), recorded.file_of(folder.parent)
+    return around if folder.is_dir() and not own.is_file() and around.is_file() else own
 
 
 def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:

@@ -25,7 +25,8 @@ from launch.jobs.job import (
     refuse_fresh,
 )
 from launch.output.submission import Submission, announce
-from recipes.errors import mistake
+from launch.terminal import console, print_problems
+from recipes.errors import Problem, mistake
 from recipes.flags import flag
 from recipes.run.files import expanded
 from recipes.run.hardware import Hardware
@@ -155,6 +156,15 @@ class Slurm(Target):
             raise mistake("gpus_per_node", what, "--gpus_per_node 4, or a100:4")
         gpus = int(found[1])
         processes = processes or max(1, gpus)
+        missing = []
+        if not gpus:
+            missing = [
+                ("gpus_per_node", "is not given: the job has no GPU, and trains on CPU cores", "--gpus_per_node 4")
+            ]
+        elif not self.cpus_per_task:
+            what = "is not given: the site decides how many cores load data, often one"
+            missing = [("cpus_per_task", what, f"--cpus_per_task {8 * processes}")]
+        print_problems([Problem(*words, severity="advice") for words in missing], console(stderr=True))
         hardware = Hardware((ASSUMED_GPU,) * gpus, self.cpus_per_task or processes, liger=read_hardware().liger)
         return Node(hardware, processes, None if self.python == sys.executable else frozenset())
 

@@ -49,7 +49,9 @@ def submit(
     a dry run is not, which takes no seconds.
     """
     if output and not dry_run:
-        raise mistake("output", "is for a dry run; this would be submitted, not written", "--dry_run, or no --output")
+        raise mistake(
+            "output", "is for a dry run; this job would be submitted, not written", "--dry_run, or no --output"
+        )
     job = checked_job(recipe, argv, target.node(processes_per_node), nodes, preflight, accelerate_config)
     text = target.render(job)
     first, _, rest = text.partition("\n")  # `#!` must be the first line

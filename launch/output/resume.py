@@ -247,7 +247,8 @@ def _from(
     if note := other_world.note(checkpoint.path, run.world_size, run["dataloader_num_workers"]):
         notes.append(note)
     for name, (then, now) in kept.items():
-        notes.append(f"{name} {now} is ignored by a resume: {then} is kept")
+        fix = "--fresh or another --output_dir trains with it"
+        notes.append(f"{name} {now} is ignored by a resume: {then} is kept; {fix}")
     for name, (then, now) in course.items():
         notes.append(f"{name} changes from {then} to {now}: no longer the same training")
     recorded = {what: old[what] for what in record.MATERIAL.values() if old.get(what)}

@@ -48,7 +48,12 @@ _OWN = """\
 
 
 def train_help() -> str:
-    """`train.py --help`, from the same legal names that the check uses."""
+    """`train.py --help`."""
+    return f"{_USAGE}\n{settings_help()}"
+
+
+def settings_help() -> str:
+    """Every recipe and setting, from the same legal names that the check uses."""
 
     def wrapped(text: str, first: str, indent: int) -> str:
         return textwrap.fill(
@@ -60,7 +65,7 @@ def train_help() -> str:
         choices = f" ({', '.join(field.choices)})" if field.choices else ""
         default = f" [{field.default}]" if field.default not in (None, False) else ""
         own.append(wrapped(f"{field.help}{choices}{default}", f"  --{field.name:<26} ", 31))
-    lines = [_USAGE, "Recipes (recipes show NAME explains one):"]
+    lines = ["Recipes (recipes show NAME explains one):"]
     lines += [*(f"  {name:<14}{recipe().purpose}" for name, recipe in RECIPES.items()), _OWN, ""]
     lines += ["Run, model and data:", *own, ""]
     lines += [f"Every field of TrainingArguments (transformers {legal.version('transformers')}):"]
@@ -147,7 +152,7 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
         print_note(note, out)
     if earlier.finished:
         where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
-        out.print(f"{escape(where)}: nothing to train. --fresh starts over, a larger --max_steps goes on.")
+        out.print(f"{escape(where)}: nothing to train. --fresh starts over, more --max_steps or epochs go on.")
     elif earlier.checkpoint:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 

@@ -19,6 +19,7 @@ from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
 from launch.terminal import print_problems
 from launch.training.failure import NotANumber
+from recipes.errors import Problem, plural
 from recipes.rules.training import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch.distributed import ProcessGroup
 
+_FEW_STEPS = 20
 _STRETCHES = 8  # of a run, whose step times are compared
 _MICRO_STEP = "micro-step"
 _SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
@@ -98,6 +100,13 @@ class StopWhenRequested(TrainerCallback):
         return bool(asked)
 
 
+def _few(steps: int) -> Iterator[Problem]:
+    """Advice about a run that is over before it has learned anything."""
+    if steps < _FEW_STEPS:
+        fix = "more --num_train_epochs, or a smaller --global_batch_size"
+        yield Problem("num_train_epochs", f"the data makes {plural(steps, 'step')} in all", fix, severity="advice")
+
+
 class Progress(TrainerCallback):
     """A progress bar on a terminal, and one line per log. The last step logs too, so that the final
     loss is known even if a recipe logs rarely.
@@ -111,7 +120,7 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
-            print_problems(warmup_within(self.run, state.max_steps), self.out)
+            print_problems([*warmup_within(self.run, state.max_steps), *_few(state.max_steps)], self.out)
         self.first, self.began = state.global_step, time.monotonic()
         is_off = not self.is_shown or not self.out.is_terminal or self.out.quiet
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, leave=False, disable=is_off)

@@ -238,7 +238,9 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
             on_cpu = run["use_cpu"] or not torch.cuda.is_available()
             options["device_map"] = {"": "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))}
     with _of_these_files(run, "model"):
-        name = str(expanded(run["model_name_or_path"]))
+        name = run["model_name_or_path"]
+        if folder := existing_path(name):  # absolute: an adapter names its base, and is loaded from anywhere
+            name = str(folder.resolve())
         model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
     weights = [weight for weight, _ in model.named_parameters()]
     lacking = sorted(set(weights) & set(info["missing_keys"]))

@@ -18,11 +18,12 @@ from typing import Any
 from recipes.errors import Problem, mistake
 from recipes.mixture import paths_of
 from recipes.run.command_line import accept
-from recipes.run.files import Json, expanded, read_json
+from recipes.run.files import Json, expanded, nearest, read_json
 from recipes.run.place import Place
 from recipes.run.spec import BATCH, BATCH_FIELDS, BEST_MODEL, FIT, HIDDEN, LIBRARY, RunSpec, Setting
 
 NAME = "run.json"
+_RUN = f"the --output_dir of a run, or its {NAME} as train.py wrote it"
 # Settings that can name a file or folder that a run reads.
 _INPUTS = (
     "recipe", "model_name_or_path", "dataset_name", "deepspeed", "fsdp_config", "accelerator_config",
@@ -52,7 +53,9 @@ def read(path: str | Path, subject: str) -> Json:
     content, fault = read_json(file_of(path))
     if content is None or not _is_record(content):
         inner = ", ".join(sorted(str(found.parent) for found in Path(path).glob(f"*/{NAME}")))
-        fix = f"one of {inner}" if inner else f"the --output_dir of a run, or its {NAME} as train.py wrote it"
+        beside = {found.parent.name: str(found.parent) for found in Path(path).parent.glob(f"*/{NAME}")}
+        fix = f"one of {inner}" if inner else beside.get(nearest(Path(path).name, beside), _RUN)
+        fault = fault if file_of(path).is_file() else f"{path} is no folder of a run: it has no {NAME}"
         raise mistake(subject, fault or f"{file_of(path)} is not the record of a run", fix)
     return content
 

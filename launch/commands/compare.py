@@ -115,7 +115,7 @@ def _derivation(source: str) -> tuple[bool, bool, bool]:
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
-    """What a record knows besides settings and results. A package without a version is missing."""
+    """The facts of a record besides settings and results, without packages of no known version."""
     hardware, world = record.get("hardware") or {}, record.get("world_size")
     gpus, code = hardware.get("gpus"), record.get("code") or {}
     nodes = world // (record.get("local_world_size") or world) if world else None

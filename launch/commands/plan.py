@@ -155,7 +155,7 @@ def _print_time(plan: Plan, processes: int, timed: bool) -> None:
 
 
 def _print_notes(plan: Plan) -> None:
-    """What is special about single recipes, and which are refused."""
+    """Print notes on single recipes, and the recipes that are refused."""
     for entry in plan.recipes:
         if entry.moment == EVALUATION:
             print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size sets their memory")

@@ -1,4 +1,4 @@
-"""`recipes rerun`: a run that was recorded, once more: its settings, engine and processes."""
+"""`recipes rerun`: repeat a recorded run with its settings, engine and number of processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print_note(f"it was resumed {resumed}, which one run does not repeat bit by bit", out)
         refusals.append(f"the recorded run was resumed {resumed}")
     if options.exact and refusals:
-        fix = "undo what is listed above, or leave --exact out: the same training, not the same bits"
+        fix = "undo what is listed above, or leave --exact out: it repeats the training, not the bits"
         raise UserError(*run.problems, *(Problem("exact", what, fix) for what in refusals))
     here_too = {"accelerate_config": yaml, "processes_per_node": processes, "dry_run": options.dry_run}
     return submit(Local(), words, recipe=recipe, **here_too)
@@ -90,7 +90,7 @@ def _output_dir(record: Json, file: Path, typed: Settings) -> str:
     output_dir = str(typed.get("output_dir") or next(unfinished))
     if Path(output_dir).resolve() in (file.parent, Path(record.get("folder") or ".", then).resolve()):
         what = f"{output_dir} is the folder of the recorded run"
-        raise mistake("output_dir", what, "another one; the command of that run, given again, continues it")
+        raise mistake("output_dir", what, "another folder; to continue the recorded run, give its own command again")
     return output_dir
 
 

@@ -140,7 +140,7 @@ def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def in_own_yaml(name: str | None) -> int | None:
-    """The number of processes that an Accelerate YAML of the user's own says."""
+    """`num_processes` in the user's own Accelerate YAML; None for a shipped one."""
     if name is None:
         return None
     file = find_yaml(name)

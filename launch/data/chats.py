@@ -1,8 +1,8 @@
-"""Chats as text: messages of any public format, written by the tokenizer's own template, and which
-part of that is learned.
+"""Chats as text: messages of any public format, rendered by the tokenizer's chat template, and the
+part of the text that is learned.
 
 trl's `maybe_convert_to_chatml` renames the keys of ShareGPT and leaves its roles, so a template
-meets `human`, `gpt` and `function_call`. It does not know tools written as JSON.
+meets `human`, `gpt` and `function_call`. Nor does that function know tools written as JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MESSAGES = 'lists of {"role": ..., "content": ...} in every row'
 
 @dataclass
 class Chat:
-    """A chat as its template writes it, and the characters to learn; None: all."""
+    """A chat as its template writes it, and the characters to learn (None for all)."""
 
     text: str
     learned: Spans | None
@@ -47,7 +47,7 @@ def read_chat(
     """The chat of a row, None if there is no answer to learn in it.
 
     `column` holds a whole chat, or is "completion", which follows a prompt of messages. Messages
-    that are not learned are read: see `_teaches`, and with `completion_only` those of the prompt.
+    that `_teaches` rejects, and with `completion_only` those of the prompt, are only context.
     """
     said = _messages_of(row[column], tokenizer)
     answers = [message for message in said if message["role"] == "assistant"]

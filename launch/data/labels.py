@@ -23,10 +23,10 @@ SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classifi
 
 @dataclass(frozen=True)
 class Target:
-    """What the model learns. `problem_type` is transformers' name for it.
+    """The target of a classifier. `problem_type` is transformers' name for it.
 
-    `names` are those of the model's outputs, in its order. `numbers` finds a class by the label of
-    a row. `is_vector`: a row has a 0 or 1 for each class. `words` are for a person.
+    `names` are those of the model's outputs, in its order. `numbers` maps a row's label to its
+    class. `is_vector`: a row has a 0 or 1 for each class. `words` describe the target to the user.
     """
 
     problem_type: str

@@ -82,7 +82,7 @@ class Packs(_Made):
 
     @property
     def attended(self) -> float:
-        """Tokens of the example that a token belongs to, on average."""
+        """The length of a token's own example, averaged over all tokens."""
         lengths = np.minimum(lengths_of(self.examples), self.length).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 

@@ -165,8 +165,8 @@ def stream_of(run: RunSpec, tokenizer, parts: Sequence[Encoder]) -> Stream:
 
 
 def open_part(run: RunSpec, tokenizer, part: Part) -> tuple[Encoder, Tokenized]:
-    """A part to train on, and its tokens to evaluate on, which are made once and kept. Raises
-    `UserError` for what the user can correct.
+    """A part to train on as a stream, and its tokens to evaluate on, which are made once and kept.
+    Raises `UserError` for what the user can correct.
     """
     commit = sources.newest_commit(part.name)
     splits = sources.open_splits(run, part, commit, SHARDS)

@@ -81,7 +81,7 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
     address = options.main_process_ip or environment.get("MASTER_ADDR", "")
     port = options.main_process_port or int(environment.get("MASTER_PORT", 29400))
     if nodes > 1 and not address:
-        raise mistake("main_process_ip", f"is missing, and {nodes} nodes must find each other", "that of node 0")
+        raise mistake("main_process_ip", f"is missing, and {nodes} nodes must find each other", "the address of node 0")
     if rank >= nodes:
         raise mistake("machine_rank", f"{rank} is not the rank of one of {nodes} nodes", f"0 to {nodes - 1}")
     processes = options.num_processes or nodes * (len(machine.gpus) or (2 if nodes == 1 else 1))

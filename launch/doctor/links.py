@@ -74,7 +74,7 @@ class Rank:
         return taken
 
     def of_all(self, own: Any) -> list[Any]:
-        """What every rank has found."""
+        """The findings of every rank."""
         found = [own] * self.size
         if self.size > 1:
             dist.all_gather_object(found, own)
@@ -177,7 +177,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
 
 
 def _link(rank: Rank) -> tuple[str, float | None]:
-    """What the ranks communicate over, and the bus bandwidth that it reaches elsewhere if known."""
+    """The link between the ranks, and the bus bandwidth that it reaches elsewhere, if known."""
     if rank.size > rank.local_size:
         rates = [file.read_text().split()[0] for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
         if rank.cuda and rates:  # "200 Gb/sec (4X HDR)"

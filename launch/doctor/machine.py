@@ -1,4 +1,4 @@
-"""What `recipes doctor` is asked, and its checks of this machine: software, GPUs, memory, disks.
+"""The request of `recipes doctor`, and its checks of this machine: software, GPUs, memory, disks.
 
 None imports torch.
 """
@@ -247,7 +247,7 @@ _LIMITS = (
 
 
 def limits(request: Request) -> Check:
-    """What `ulimit -a` shows, the worst first: with the first two no rank can even start."""
+    """The worst of the limits of `ulimit -a`. The first two can keep a rank from starting."""
     for which, flag, too_few, few, unit, what in _LIMITS:
         has, most = resource.getrlimit(which)
         if has != resource.RLIM_INFINITY and has < few:

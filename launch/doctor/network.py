@@ -111,7 +111,7 @@ def _listening(address: str) -> Iterator[list[int]]:
 
 
 def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
-    """What does not arrive at another address, and what mends it; None if everything does."""
+    """The ports or packets that do not reach another address, and the fix; None if all arrive."""
     with ThreadPoolExecutor(len(ports)) as pool:
         silent = list(filter(None, pool.map(lambda port: not _answers(address, port) and port, ports)))
     if silent:
@@ -152,9 +152,9 @@ class Meeting:
         self.closed = 0  # the last round for which it waits no longer
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
-        """What every node says, by its number; None of one that does not say it in time.
+        """The answers of all nodes, by number; None for a node that does not answer in time.
 
-        `seconds`: how much longer than this one another node may take.
+        `seconds`: how much longer than this node another one may take.
         """
         try:
             return self.say(seconds + _ANSWER_SECONDS, own)

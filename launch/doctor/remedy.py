@@ -113,7 +113,7 @@ class _Attempts:
         return again.check(self.remedy(again.fix) if again.stage in OF_LINKS and not again.by_signal else "")
 
     def remedy(self, cause: str) -> str:
-        """Lines for the launcher's environment that let the ranks communicate, if any do."""
+        """`export` lines with which the ranks communicate, or the reason why there are none."""
         request, tried, sets = self.meeting.request, 0, switch_sets(self.meeting.request)
         while tried < len(sets) and request.seconds_left > 0:
             switches, tried = sets[tried], tried + 1

@@ -1,4 +1,5 @@
-"""`accelerate launch` that leaves a failed run the last word, and what its ranks know of it.
+"""`accelerate launch` that prints nothing after a failed rank, and what ranks know of their
+launcher.
 
 Started by path, with the same arguments. accelerate and torch elastic answer the failure of a rank
 with a traceback of their own and exit code 1. Here accelerate's own parser and launch_command run,
@@ -182,8 +183,8 @@ def own_threads() -> int | None:
 
 
 def is_spoken_for(met_by_all: bool = False) -> bool:
-    """True if this rank, which has failed, need not say why: torch elastic ends all ranks as soon
-    as one has failed, which has said it. Without it only an error that is `met_by_all` is.
+    """True if this failed rank need not say why: torch elastic ends it because another rank has
+    failed first, and said so. Without torch elastic, only an error that is `met_by_all` counts.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return met_by_all

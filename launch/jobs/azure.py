@@ -111,13 +111,15 @@ class Azure(Target):
     def _body(self, job: Job) -> Json:
         refuse_fresh(job, "another --output_uri")
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
-            raise mistake("data", "is the job's data set, and so is --dataset_name", "one of them")
+            raise mistake("data", "is the job's data set, and so is --dataset_name", "give only one of them")
         if job.run.explicit("output_dir"):
             raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
         if not self.compute and not self.instance_type:
             raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
         if self.spot and self.compute:  # which has a tier of its own: Azure would ignore this one, and charge for that
-            raise mistake("spot", "is of serverless compute", "--instance_type, or no --spot")
+            raise mistake(
+                "spot", "is of serverless compute", "--instance_type in place of --compute, or leave --spot out"
+            )
         inputs = self._inputs()
         content = {
             "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
@@ -464,7 +466,7 @@ def connected(workspace: Mapping[str, str]) -> MLClient:
         missing = [name for name in _WORKSPACE if name not in workspace]
         if missing:  # of which the SDK only says that a parameter is None
             fix = f"--{missing[0]}, or a config.json"
-            raise mistake(missing[0], "is missing beside the rest of the workspace", fix)
+            raise mistake(missing[0], "is missing, though other parts of the workspace are given", fix)
         return MLClient(DefaultAzureCredential(), *(workspace[name] for name in _WORKSPACE))
 
 

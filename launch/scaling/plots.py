@@ -69,7 +69,7 @@ class Picture:
 
 
 def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> list[Picture]:
-    """The pictures of the training `name` for which its series hold numbers.
+    """Those pictures of the training `name` that its series have numbers for.
 
     Raises `UserError` if matplotlib is not installed.
     """

@@ -97,7 +97,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         if argv:
             raise mistake(argv[0], "does not go with --apply, which repeats what was measured", f"leave {argv[0]} out")
         if not file.exists():
-            raise mistake("apply", f"there is no {file} yet", f"first recipes scale run --output {folder}")
+            raise mistake("apply", f"there is no {file} yet", f"first run `recipes scale run --output {folder}")
         series, size = _chosen(analyse(read([file])), options)
         name, argv = size.typical.name, shlex.split(size.typical.command)
         found = _before_and_after(size, _find(options.apply, advise(size, series), size))
@@ -288,7 +288,7 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
     ]
     if not found:
         there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)
-        raise mistake("apply", "there are no such timings", f"--recipe, --num_processes or --name of: {there}")
+        raise mistake("apply", "no timings match these flags", f"--recipe, --num_processes or --name of: {there}")
     return max(found, key=lambda pair: pair[1].num_processes)
 
 
@@ -305,4 +305,8 @@ def _find(key: str, advice: list[Advice], size: Size) -> Advice:
         words = "; ".join(one.title for one in advice) or "no loss is large enough"
         raise mistake("apply", f"no change of flags is advised at {size.num_processes} processes: {words}", "leave it")
     keys = [one.key for one in ready]
-    raise mistake("apply", f"{key!r} is not advised here", nearest(key, keys) or f"one of {', '.join(keys)}")
+    raise mistake(
+        "apply",
+        f"{key!r} is not among the advice that --apply can try here",
+        nearest(key, keys) or f"one of {', '.join(keys)}",
+    )

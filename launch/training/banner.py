@@ -225,7 +225,7 @@ def _next_commands(run: RunSpec) -> Iterable[str]:
 
 
 def _which_model(results: Json, run: RunSpec) -> str:
-    """The step of the saved weights, and the reason."""
+    """The step of the saved weights, and why it is that one."""
     step, last = results["model_step"], results["global_step"]
     metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
     if results["best_step"] == step:

@@ -273,8 +273,8 @@ def _attention(run: Settings) -> dict[str, object]:
 
 
 def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
-    """BatchNorm fails on a single example, or learns nothing of how examples differ. SyncBatchNorm
-    sees those of all processes.
+    """Raises `UserError` if BatchNorm would get a single example: it fails, or learns nothing of
+    how examples differ. SyncBatchNorm sees the examples of all processes.
     """
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)

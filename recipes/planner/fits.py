@@ -246,7 +246,7 @@ class Planner:
 
     @property
     def _limit(self) -> int:
-        """The bytes that leave a margin beside them."""
+        """The most bytes that a run may take: the usable ones, less the margin."""
         return int(self.usable / (1 + MARGIN))
 
     def _fits_gpu(self, gpu: Components) -> bool:
@@ -289,7 +289,7 @@ def share(run: RunSpec) -> int:
 
 
 def micro_batches(run: RunSpec) -> list[int]:
-    """Those that keep the global batch, from the user's own, or else the largest, to 1."""
+    """Micro-batches that keep the global batch, from the user's (else the largest) down to 1."""
     most = run.batch.micro if asks_for_a_micro_batch(run) else share(run)
     return [size for size in _divisors(share(run)) if size <= most]
 

@@ -217,10 +217,10 @@ class _Fused(torch.autograd.Function):
 
 @contextlib.contextmanager
 def packaged_attention(padded: bool) -> Iterator[None]:
-    """Make `attn_implementation=PACKAGED` known to transformers.
+    """Register `attn_implementation=PACKAGED` with transformers.
 
-    FlashAttention's own package, or flex attention: no mask as a matrix, heads in groups. Of padded
-    rows it takes the tokens out, and puts the result back: `_upad_input` and `pad_input` of
+    It stands for FlashAttention's package and flex attention: no mask matrix, grouped heads. It
+    unpads padded rows and pads the result again, as `_upad_input` and `pad_input` do in
     transformers' modeling_flash_attention_utils.py.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

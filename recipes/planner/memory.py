@@ -83,7 +83,7 @@ class Case:
     attention: str | None = None  # transformers' name; PACKAGED for FlashAttention's package and the like
     mask: bool = True  # the batch is padded, or has several sequences in a row
     adapters: Adapters | None = None
-    on_cuda: bool = True  # operations keep what they keep on a GPU of this compute capability, not on a CPU
+    on_cuda: bool = True  # operations keep what they would on a GPU of this `capability`
     evaluation: bool = False  # a forward without gradients, by a model in eval mode
     capability: tuple[int, int] = (8, 0)
     liger: bool = False  # that package computes the loss, without logits as a whole
@@ -579,8 +579,8 @@ class Memory:
         """Copies of weights in RAM while they are saved. A GPU sees one parameter at a time.
 
         ZeRO-1 and ZeRO-2 copy the whole model in every process (`Accelerator.get_state_dict`),
-        though only rank 0 writes it. ZeRO-3 and FSDP2 gather it on rank 0, and safetensors copies
-        it there from a GPU; of adapters without the frozen weights.
+        though only rank 0 writes it. ZeRO-3 and FSDP2 gather the model on rank 0, where safetensors
+        copies it from the GPU; with adapters, only the trained weights.
         """
         if self.kind == "deepspeed" and self.stage < 3:
             return self.weights.total * weight_bytes(self.run) * self.run.local_world_size

@@ -51,9 +51,9 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder with gated MLPs, named as in its config.json, except `width` and `inner`.
+    """A decoder with gated MLPs of `width` (hidden_size) and `inner` (intermediate_size).
 
-    `heads` are those of the queries, `groups` those of keys and values.
+    `heads` are the query heads, `groups` the key-value heads.
     """
 
     source: str

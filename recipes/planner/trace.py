@@ -426,7 +426,7 @@ def _same(one: Sequence[object], two: Sequence[object]) -> int:
 
 
 def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """Allocations by which the second ones are freed, and complete, later."""
+    """By how many allocations those of `other` are freed, and complete, later than of `one`."""
     step = other - one
     if step[:, [SIZE, LOGITS]].any() or not np.isin(step[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

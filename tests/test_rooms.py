@@ -52,10 +52,10 @@ BUDGETS = {
     "launch/explain": 420,
     "launch/fit": 260,
     "launch/host": 1210,
-    "launch/jobs": 1450,
+    "launch/jobs": 1460,
     "launch/output": 1570,
     "launch/scaling": 960,
-    "launch/training": 2270,
+    "launch/training": 2290,
 }
 
 

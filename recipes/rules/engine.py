@@ -342,20 +342,10 @@ def sequences_and_models_are_not_divided(run):
             yield _of_size(run, field, f"{size} is refused: {why}", fix)
 
 
-@rule
-def replicas_and_shards_need_fsdp(run):
-    """Under DDP and DeepSpeed these sizes shard nothing."""
-    sizes = run.engine.parallelism
-    if max(sizes.replicate, sizes.shard) > 1 and not uses_fsdp(run):
-        what = f"shards nothing: the engine is {run.engine_title.partition(',')[0]}, not FSDP"
-        fix = "distributed_type: FSDP with fsdp_version: 2, or leave it out"
-        yield _of_size(run, "shard", what, fix, "advice")
-
-
-def _of_size(run: RunSpec, field: str, what: str, fix: str, severity: str = "error") -> Problem:
+def _of_size(run: RunSpec, field: str, what: str, fix: str) -> Problem:
     """A problem with a size of the ParallelismConfig, by its keyword or its key in a YAML."""
     source, name = run.engine.parallelism.source, SIZES[field]
-    return Problem(name if source == "argument" else f"parallelism_config_{name}", what, fix, source, severity)
+    return Problem(name if source == "argument" else f"parallelism_config_{name}", what, fix, source)
 
 
 # --- FSDP: version 2 is what `sharded` uses, and what Trainer chooses itself ----------------------
@@ -369,17 +359,12 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
 
 
 @rule
-def fsdp2_is_chosen_with_its_own_keys(run):
-    """The launcher's default is FSDP1, which Trainer deprecates. FSDP2 drops FSDP1's strategies."""
+def fsdp2_is_chosen(run):
+    """The launcher's default is FSDP1, which Trainer deprecates."""
     written = dict(_sections(run)).get("fsdp_config")
     if written is not None and str(written.get("fsdp_version", written.get("version", 1))) == "1":
         what = "1, which accelerate uses if the key is missing, is deprecated"
         yield in_yaml(run, "fsdp_version", what, "fsdp_version: 2", "advice")
-    strategy = str(fsdp_section(run).get("sharding_strategy", "FULL_SHARD")).upper()
-    # A launcher exports all keys.
-    if fsdp_version(run) == 2 and (run.engine.raw or run["fsdp"]) and strategy not in ("FULL_SHARD", "1"):
-        fix = "leave it out; fsdp_reshard_after_forward: false keeps parameters, as SHARD_GRAD_OP did"
-        yield _of_key(run, "sharding_strategy", "is ignored by FSDP2", fix, "advice")
 
 
 @rule

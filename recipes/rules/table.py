@@ -408,11 +408,6 @@ _OF_TRAIN_PY = (
               lambda run: run["dataset_streaming"] and run["task"] == "sequence_classification",
               "the classes are known once all rows are read, and a stream never is", "--dataset_streaming false",
               "The classes are numbered before training."),
-    advice_row("a_stream_is_one_epoch", "dataset_streaming",
-               lambda run: run["dataset_streaming"]
-               and "epoch" in (run["save_strategy"], run["eval_strategy"], run["logging_strategy"]),
-               "a streamed run is a single epoch: what happens every epoch happens only once, at the end",
-               "steps in place of epoch for --save_strategy, --eval_strategy and --logging_strategy"),
     advice_row("learning_rates_are_usual", "learning_rate",
                lambda run: _fine_tunes(run) and run["optim"].startswith("adamw")
                and not _usual_rates(run)[0] <= run["learning_rate"] <= _usual_rates(run)[1],

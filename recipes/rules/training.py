@@ -24,7 +24,6 @@ from recipes.rules.facts import (
     is_true,
     mapping,
     missing,
-    mixed_precision,
     of_train_py,
     on_gpu,
     problem,
@@ -127,18 +126,6 @@ def yaml_precision_agrees_with_arguments(run):
 
 
 @rule
-def deepspeed_evaluates_as_it_trains(run):
-    """`--bf16_full_eval` (or fp16) also sets the type of the training, if the JSON of `--deepspeed`
-    enables that type.
-    """
-    for name in ("bf16", "fp16") if run["deepspeed"] else ():
-        enabled = mapping((deepspeed_file(run) or {}).get(name)).get("enabled")
-        if run[f"{name}_full_eval"] and mixed_precision(run) != name and enabled not in (None, False):
-            what = "DeepSpeed evaluates in the type that it trains in, which the arguments do not ask for"
-            yield problem(run, f"{name}_full_eval", what, f"leave it out, or --{name} with no other type")
-
-
-@rule
 def torch_has_kernels_for_the_card(run):
     """`no kernel image is available for execution on the device`, at the first kernel.
 
@@ -198,13 +185,6 @@ def best_metric_is_reported(run):
 
 def _smaller_is_better(run: Settings) -> bool | None:
     return smaller_is_better(run["metric_for_best_model"] or "loss")
-
-
-def _looks_the_wrong_way(run: RunSpec) -> bool:
-    """True for a schedule that waits for the best metric to get worse."""
-    if run["lr_scheduler_type"] not in ("reduce_lr_on_plateau", "greedy") or _smaller_is_better(run) is None:
-        return False
-    return mapping(run["lr_scheduler_kwargs"]).get("mode", "min") == ("max" if _smaller_is_better(run) else "min")
 
 
 def _better(run: Settings) -> str:
@@ -290,10 +270,6 @@ ROWS = (
                and (run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]),
                lambda run: f"is {str(run['greater_is_better']).lower()}, but a {_better(run)} is better",
                "leave it out", "The worst model is kept as the best, and early stopping waits for a worse one."),
-    advice_row("plateaus_look_the_right_way", "lr_scheduler_type", _looks_the_wrong_way,
-               lambda run: f"looks the other way: a {_better(run)} is better",
-               lambda run: f"lr_scheduler_kwargs with mode: {'min' if _smaller_is_better(run) else 'max'}",
-               "With mode `min`, the default, the learning rate falls while the accuracy rises."),
     error_row("resume_starts_from_something", "resume_from_checkpoint", _resumes_from_nothing,
               "{resume_from_checkpoint} is not a folder", "leave it out: resuming is automatic",
               "`Can't find a valid checkpoint at ...`, after model and data are loaded."),

@@ -140,7 +140,7 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
         (["--fit_only"], "--fit_only: is set by scale run"),
         (["--learning_rat", "1"], "--learning_rate"),
         (["--num_proceses", "1"], "--num_processes"),
-        (["--apply"], "first recipes scale run"),
+        (["--apply"], "first run `recipes scale run"),
     ],
 )
 def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsys):

@@ -88,10 +88,8 @@ CASES = {
     "tensor_parallelism_fits_the_run": (Run(f"{DS} --use_peft", files=TWO, world=2), Run(DS, files=TWO, world=2)),
     "sequences_and_models_are_not_divided": (
         Run(yaml=groups("DEEPSPEED", sp=2), world=2), Run(yaml=groups("DEEPSPEED", sp=1), world=2)),
-    "replicas_and_shards_need_fsdp": (
-        on_gpus(yaml=groups("MULTI_GPU", dp_shard=2), world=2), on_gpus(yaml=groups(dp_shard=2), world=2)),
-    "fsdp2_is_chosen_with_its_own_keys": (
-        on_gpus(yaml=version_2("fsdp_sharding_strategy: NO_SHARD")), on_gpus(yaml=fsdp("version: 2"))),
+    "fsdp2_is_chosen": (
+        on_gpus(yaml=fsdp("fsdp_offload_params: true")), on_gpus(yaml=fsdp("version: 2"))),
     "fsdp2_shards_layer_by_layer": (
         on_gpus(yaml=version_2("fsdp_auto_wrap_policy: NO_WRAP")), on_gpus(yaml="sharded.yaml")),
     "fsdp2_scatters_every_micro_batch": (
@@ -128,7 +126,6 @@ ALSO_FIRES = [
      Run(f'{DS} --accelerator_config {{"dispatch_batches":true}}', files=TWO, world=2), "accelerator_config"),
     ("sequences_and_models_are_not_divided", on_gpus(yaml=groups(cp=2), world=2), "cp_size"),
     ("sequences_and_models_are_not_divided", Run(yaml=groups("MULTI_GPU", tp=2), world=2), "tp_size"),
-    ("fsdp2_is_chosen_with_its_own_keys", on_gpus(yaml=fsdp("fsdp_offload_params: true")), "fsdp_version"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--fsdp true --optim lion_8bit", world=2), "optim"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--optim adagrad", yaml="sharded.yaml"), "optim"),
     ("fsdp_recomputes_once_and_the_same",
@@ -232,7 +229,7 @@ def test_a_misspelt_fsdp_version_trains_with_fsdp1(write_yaml):
     file = write_yaml("FSDP", "fsdp_config:", "  fsdp_verion: 2")
     assert launched(file)["FSDP_VERSION"] == "1"
     assert_fires("yaml_keys_are_known", {}, config=file)
-    assert_fires("fsdp2_is_chosen_with_its_own_keys", {}, config=file)
+    assert_fires("fsdp2_is_chosen", {}, config=file)
 
 
 def test_an_nvme_path_never_reaches_the_processes(write_yaml):
@@ -342,14 +339,6 @@ def test_trainers_fsdp_is_version_2_and_saves_whole_weights_whatever_the_launch_
     assert (plugin.fsdp_version, plugin.state_dict_type.name) == (2, "FULL_STATE_DICT")
     run = resolve(place=here(accelerate_config=str(file), hardware=TWO_GPUS, environment={}), settings=settings)
     assert "sharded_checkpoints_hold_the_optimizer" not in dict(problems_by_rule(run))
-
-
-def test_words_of_version_1_change_nothing(train_launched):
-    _, plain = train_launched(BY_LAYER)
-    expected = losses(plain(logging_steps=1))
-    file, start = train_launched(BY_LAYER, "fsdp_sharding_strategy: NO_SHARD")
-    assert losses(start(logging_steps=1)) == expected
-    assert_fires("fsdp2_is_chosen_with_its_own_keys", {}, config=file, gpu=(8, 0))
 
 
 def recomputed(train_launched, *lines, **settings):

@@ -52,7 +52,6 @@ FLAGS = {
     "a_mixture_is_for_language_models": ("--task sequence_classification --dataset_name a", "b", ""),
     "a_stream_is_told_how_long": ("--dataset_name d --dataset_streaming", "", "--max_steps 9"),
     "a_stream_has_no_classes": (f"{CLASSIFY} --max_steps 9", "--dataset_streaming", ""),
-    "a_stream_is_one_epoch": (STREAM, "--save_strategy epoch", "--save_strategy steps"),
     "the_best_model_needs_evaluation": (BEST, "", EVAL),
     "a_training_trains": ("--do_train", "false", ""),
     "evaluating_needs_data": ("--eval_on_start", "", EVAL),

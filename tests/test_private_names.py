@@ -41,6 +41,7 @@ NAMES = {
     "torch.utils._pytree": "tree_leaves",
     "torch._dynamo": "list_backends",
     "torch._inductor": "list_mode_options",
+    "torch.ops.aten": "_scaled_dot_product_attention_math",
     "torch.UntypedStorage": "_cdata",
     "multiprocessing.queues.Queue": "_on_queue_feeder_error",
     "azure.ai.ml._schema.job.command_job": "CommandJobSchema",

@@ -112,11 +112,10 @@ class Progress(TrainerCallback):
     loss is known even if a recipe logs rarely.
     """
 
-    bar: tqdm
-
     def __init__(self, run: RunSpec, out: Console) -> None:
         self.run, self.out = run, out
         self.is_shown = not (run.explicit("disable_tqdm") and run["disable_tqdm"])
+        self.bar, self.began = tqdm(disable=True), math.nan  # an evaluation alone has neither
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
@@ -133,7 +132,7 @@ class Progress(TrainerCallback):
         parts = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in (logs or {})]
         if parts and self.is_shown:
             parts = [f"step {state.global_step}/{state.max_steps}", f"epoch {state.epoch or 0:.3g}", *parts]
-            if self.bar.disable:  # in a log; on a terminal the bar shows the time
+            if self.bar.disable and not math.isnan(self.began):  # in a log; a terminal has the bar
                 elapsed, done = time.monotonic() - self.began, max(1, state.global_step - self.first)
                 left = elapsed / done * (state.max_steps - state.global_step)
                 parts.append(f"{tqdm.format_interval(elapsed)}, {tqdm.format_interval(left)} left")

@@ -45,7 +45,7 @@ def test_two_ranks_report_a_mistake_in_the_data_once(tiny_model, tmp_path):
     data = written(tmp_path, "data.jsonl", [{"words": "x"}])
     flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(data)]
     outcome = launch_quickly(*flags, output=tmp_path / "out")
-    assert outcome.output.count("the data has words") == 1
+    assert outcome.output.count("data.jsonl has words") == 1
 
 
 def test_two_processes_that_would_train_two_models_are_refused(tiny_model, texts, tmp_path):

@@ -87,7 +87,7 @@ def test_two_replayed_steps_have_the_peak_that_the_arithmetic_finds(name, flags)
 def test_under_a_limit_torch_gives_back_what_it_cached_so_that_less_is_reserved():
     layers = [(size * MIB, time, NEVER, 0) for time, size in enumerate((30, 40, 50), 1)]  # each gone before the next
     weights = Weights(25 * MIB, 0, sizes=((25 * MIB, "frozen"),))
-    memory = Memory(run_of("standard"), weights, Traced(np.array(layers), 3))
+    memory = Memory(run_of("standard", "--expandable_segments", "false"), weights, Traced(np.array(layers), 3))
     limits = [memory.context + limit * MIB for limit in (1000, 200, 167, 140)]
     free, tight, in_pieces, too_tight = (with_cached(memory, limit) for limit in limits)
     assert tight.reserved < free.reserved and tight.reserved <= 200 * MIB

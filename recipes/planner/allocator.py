@@ -267,14 +267,17 @@ def with_cached(memory: Memory, limit: int) -> Components:
 
     Under `limit`: torch then gives back what it has cached, and asks again. If that fails too, it
     is what is reserved under the least limit, to 5 %, under which it does not. What it caches is
-    not asked where not even the allocations fit. With expandable segments it is not counted: torch
-    unmaps what it has cached, page by page, before memory runs out.
+    not asked where not even the allocations fit. With expandable segments torch unmaps what it has
+    cached, page by page, before memory runs out: it is not counted, except for the pools of several
+    streams, which ZeRO and FSDP have.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
     workspaces = 2 * workspace_bytes(memory.run.hardware.capability)
     states = replace(memory.gpu, buffers=memory.gpu.buffers + workspaces)
-    if LOOP in memory.micro_batch.kernels or states.total > limit or memory.run["expandable_segments"]:
+    if LOOP in memory.micro_batch.kernels or states.total > limit:
+        return states
+    if memory.run["expandable_segments"] and memory.run.engine.kind not in ("deepspeed", "fsdp"):
         return states
     # In one piece, states count as if they were at their fullest all the time.
     requests = requests_of(memory, states)

@@ -264,17 +264,6 @@ def the_model_can_do_the_task(run):
         yield _about_model(run, f"transformers has no {kind} model for {task}", f"{''.join(others)}another model")
 
 
-# --- Stored weights -------------------------------------------------------------------------------
-
-_ONLY_WITH_ADAPTERS = ("bitsandbytes", "gptq", "awq")  # of other methods, Trainer and the loader decide
-
-
-def stored_as(run: RunSpec) -> str:
-    """The quantisation of the model's weights, as transformers names it; empty if there is none."""
-    section = mapping(known_config(run).get("quantization_config"))
-    return "" if run["from_scratch"] else str(section.get("quant_method") or "")
-
-
 # --- LoRA -----------------------------------------------------------------------------------------
 
 
@@ -422,10 +411,6 @@ _OF_TRAIN_PY = (
               lambda run: f"{run['max_length']} tokens are more than the {max_positions(known_config(run))} positions "
               "the model has", lambda run: f"--max_length {max_positions(known_config(run))} or less",
               "`IndexError: index out of range in self`, or a device-side assert in the embedding."),
-    error_row("stored_weights_can_be_trained", "model_name_or_path",
-              lambda run: not run["use_peft"] and not run["load_in_4bit"] and stored_as(run) in _ONLY_WITH_ADAPTERS,
-              lambda run: f"has weights quantised with {stored_as(run)}, which only train with adapters", "--use_peft",
-              "`You cannot perform fine-tuning on purely quantized models`, once they are loaded."),
     error_row("lora_on_the_head_gets_gradients", "lora_target_modules",
               lambda run: run["use_peft"] and "lm_head" in _targets(run) and fuses_the_loss(run),
               "lm_head gets no gradient: Liger's fused loss reads its frozen weight alone",

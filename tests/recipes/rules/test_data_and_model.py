@@ -36,10 +36,6 @@ def without(*names: str, **config) -> dict:
     return {name: content for name, content in model(**config).items() if name.partition("/")[2] not in names}
 
 
-def stored(method: str) -> dict:
-    return model(quantization_config={"quant_method": method})
-
-
 def data(flags: str, **files: str) -> Run:
     return Run(f"--dataset_name {flags}", files={name.replace("__", "."): content for name, content in files.items()})
 
@@ -76,10 +72,6 @@ CASES = {
     "sequences_fit_the_model": (
         Run(f"{MODEL} --max_length 129", files=model()),
         Run(f"{MODEL} --max_length 128", files=model()),
-    ),
-    "stored_weights_can_be_trained": (
-        Run(MODEL, files=stored("gptq")),
-        Run(f"{MODEL} --use_peft", files=stored("gptq")),
     ),
     "lora_on_the_head_gets_gradients": (
         Run(f"{MODEL} {LIGER}", files=model(), **ON_A100),
@@ -149,8 +141,6 @@ LEGAL_AFTER_ALL = [
     ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bert", is_decoder=True))),
     ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bart", is_encoder_decoder=True))),
     ("sequences_fit_the_model", Run(MODEL, files=model())),  # lowered from 1024
-    ("stored_weights_can_be_trained", Run(MODEL, files=stored("fp8"))),
-    ("stored_weights_can_be_trained", Run(f"{MODEL} {SCRATCH}", files=stored("gptq"))),
     ("lora_on_the_head_gets_gradients", Run(f"{MODEL} {LIGER}", files=model(model_type="gpt2"), **ON_A100)),
     ("attention_is_known", Run("--attn_implementation org/kernel@main:forward")),
     ("attention_fits_the_machine", Run(f"{FLASH} --recipe baseline --dtype bfloat16", **ON_A100)),

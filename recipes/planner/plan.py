@@ -18,7 +18,7 @@ from recipes.errors import Problem, UserError, mistake, plural
 from recipes.legal.schema import package_folder
 from recipes.planner.fits import Estimator, Planned, Planner, asks_for_a_micro_batch
 from recipes.planner.published import Context, context_of
-from recipes.planner.sizes import description, is_size, read_config
+from recipes.planner.sizes import SHAPES, description, is_size, read_config
 from recipes.planner.speed import link_of, mfu_of, unknown_compute
 from recipes.rules.check import require_legal
 from recipes.run import Json, RunSpec, Settings, here, known_gpus, resolve, with_flags
@@ -112,7 +112,7 @@ def plan_memory(
     weights, run = planner.estimator.weights(best.run), best.run
     return Plan(
         model=name or config.model_type,
-        shape=description(name) if is_size(name) else "",
+        shape=description(name) if is_size(name) or not config.name_or_path and name in SHAPES else "",
         parameters=weights.total,
         trained=weights.trained,
         gpu=card.name,

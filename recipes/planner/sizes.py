@@ -21,7 +21,8 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
     """The configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`.
 
     `run` says which revision, and whether the model's own code is trusted. The Hub is asked only
-    for what is neither here nor in its cache.
+    for what is neither here nor in its cache. If it does not answer, the shapes here stand for
+    their models.
     """
     if is_size(model):
         return config_of(model)
@@ -42,6 +43,8 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
         if "trust_remote_code" in str(error):
             what = f"{model} comes with Python code"
             raise mistake("trust_remote_code", what, "read it, then --trust_remote_code") from None
+        if model in SHAPES:  # without a network, or access to the model
+            return config_of(model)
         wanted = "a Hub id, a folder, a config.json or 7B"
         raise mistake("model", f"{model} cannot be read: {one_line(error)}", wanted) from None
 
@@ -95,17 +98,23 @@ PUBLIC = (
 )
 
 
+SHAPES = {shape.source: shape for shape in PUBLIC}
+
+
 def is_size(model: str) -> bool:
     """True if this is a number of parameters: 7B."""
     return not Path(model).exists() and bool(re.fullmatch(r"\d+(\.\d+)?[A-Za-z]?", model))
 
 
 def _shape_of(model: str) -> tuple[Shape, Shape]:
-    """The shape to plan, and that of the public model it was made of. Raises `UserError`.
+    """The shape to plan, and that of the public model it was made of, for a size or the name of
+    such a model. Raises `UserError`.
 
     A public model may have 2 % more or less. Else it gets more or fewer layers, and what is then
     left over is the MLP's, in multiples of 8.
     """
+    if model in SHAPES:
+        return SHAPES[model], SHAPES[model]
     unit = {"M": 1e6, "B": 1e9}.get(model[-1].upper(), 0)
     asked = float(model[:-1]) * unit if unit else 0
     if not 4e7 <= asked <= 2e12:
@@ -143,6 +152,7 @@ def description(model: str) -> str:
     """The shape that a size stands for, on one line."""
     shape, public = _shape_of(model)
     like = "the shape of" if shape == public else "a shape like that of"
+    like = "the Hub did not answer, so this is the known shape of" if model in SHAPES else like
     tied = "tied" if shape.tied else "not tied"
     return (
         f"{like} {public.source}: {shape.layers} layers, width {shape.width:,}, MLP {shape.inner:,}, "

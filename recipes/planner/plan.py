@@ -112,7 +112,7 @@ def plan_memory(
     weights, run = planner.estimator.weights(best.run), best.run
     return Plan(
         model=name or config.model_type,
-        shape=description(name) if is_size(name) or not config.name_or_path and name in SHAPES else "",
+        shape=description(name) if is_size(name) or (not config.name_or_path and name in SHAPES) else "",
         parameters=weights.total,
         trained=weights.trained,
         gpu=card.name,

@@ -13,7 +13,7 @@ from tests.support.running import ROOT
 MODEL = "--model_name_or_path somebody/model"
 MISTAKES = {
     "show fast --num_processes 3": "15 or 18",
-    "show outputs/none": "cannot be read",
+    "show outputs/none": "is no folder of a run: it has no run.json",
     "show nothing": "there is no recipe",
     "where fsat": "train.py, fast.yaml",
     "check --gpu T4 --bf16": "only emulated on compute capability 7.5",
@@ -46,7 +46,7 @@ MISTAKES = {
     "submit local --nodes 2 --dry_run": "--processes_per_node",
     "submit local --dry_run --output /nowhere/job.sh": "a writable folder",
     "submit azureml": "--compute NAME",
-    "submit azureml --compute c --spot": "--instance_type, or no --spot",
+    "submit azureml --compute c --spot": "--instance_type in place of --compute",
     "submit azureml --compute c -- --output_dir out": "--output_uri",
     "submit azureml --compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "looks like a secret",
     f"submit azureml --compute c --data azureml:a:1 -- --dataset-name=b {MODEL}": "the job's data set, and so is",

@@ -21,7 +21,7 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 def read_slowly():
-    time.sleep(60 if where == "group" else 6)
+    time.sleep(60 if where == "group" else 9)
 
 def delay():
     if rank == 1:
@@ -37,9 +37,9 @@ def group():
 
 def meeting():
     began = time.monotonic()
-    with world.World(2, rank).meeting(timeout=3):
+    with world.World(2, rank).meeting(timeout=6):
         delay()
-    print(f"rank {rank} has waited: {time.monotonic() - began > 5}\\n", end="", flush=True)
+    print(f"rank {rank} has waited: {time.monotonic() - began > 8}\\n", end="", flush=True)
 
 try:
     globals()[where]()
@@ -57,7 +57,7 @@ NOTED = "no answer for 1 s. Is it stopped?"
     [
         ("group", "stop", ["rank 0: rank 1 (pid ", TIMED_OUT, NOTED]),
         ("group", "read_slowly", ["rank 0: rank 1 (pid ", ") in read_slowly, ", TIMED_OUT]),
-        ("meeting", "stop", ["rank 0: rank 1 has given no sign of life for 3 s (ddp_timeout)", NOTED]),
+        ("meeting", "stop", ["rank 0: rank 1 has given no sign of life for 6 s (ddp_timeout)", NOTED]),
         ("meeting", "read_slowly", ["rank 0 has waited: True", "rank 1 has waited: True"]),
     ],
 )

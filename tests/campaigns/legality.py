@@ -159,7 +159,7 @@ LATE = [
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
     (r"completion_only_loss|assistant_only_loss", r"(needs|row [\d,]+: has no)", "depends on the columns of the data"),
     (r"lora_target_modules", r"the model has no module", "only the built model has modules"),
-    (r"model_name_or_path", r".* nor a model that can be read from the Hub", "only the Hub knows its models"),
+    (r"model_name_or_path", r".* cannot be loaded as a \w+: We couldn't connect", "only the Hub knows its models"),
     (r"max_length", r"the data of", "depends on the length of the data"),
     (r"TrainingArguments", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
     (r"packing", r".* see each other", "found by a forward pass of a small model"),
@@ -232,6 +232,8 @@ class Refused:
     def is_ignored(self) -> str:
         """Without the refused setting exactly the same is trained, saved and evaluated."""
         others = [self.case.without([change]) for change in self.case.changes]
+        subjects = {problem.subject for problem in self.judgement.errors.get(self.rule, ())}
+        others.append(self.case.without([change for change in self.case.changes if change.name in subjects]))
         if self.case.yaml:
             others.append(replace(self.case.without(self.case.of("yaml")), yaml="standard.yaml"))
         return "trains the same as without it" if any(map(self._trains_the_same, others)) else ""

@@ -323,12 +323,9 @@ def _watch(seen: dict[str, Any]) -> None:
 
 
 def _rows(inputs) -> list[int]:
-    """A checksum for each example of a micro-batch; a padding-free row holds several."""
+    """A checksum for each row of a micro-batch."""
     ids = inputs["input_ids"]
-    if "position_ids" in inputs and len(ids) == 1:
-        starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
-        parts = [ids[0, a:b] for a, b in zip(starts, [*starts[1:], ids.shape[1]], strict=True)]
-    elif inputs.get("attention_mask") is not None:
+    if inputs.get("attention_mask") is not None:
         parts = [row[mask.bool()] for row, mask in zip(ids, inputs["attention_mask"], strict=True)]
     else:
         parts = list(ids)

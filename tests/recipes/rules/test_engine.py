@@ -127,6 +127,7 @@ ALSO_FIRES = [
     ("sequences_and_models_are_not_divided", on_gpus(yaml=groups(cp=2), world=2), "cp_size"),
     ("sequences_and_models_are_not_divided", Run(yaml=groups("MULTI_GPU", tp=2), world=2), "tp_size"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--fsdp true --optim lion_8bit", world=2), "optim"),
+    ("fsdp2_is_chosen", on_gpus('--fsdp true --fsdp_config {"version":3}', world=2), "fsdp_config"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--optim adagrad", yaml="sharded.yaml"), "optim"),
     ("fsdp_recomputes_once_and_the_same",
      on_gpus("--use_peft --model_name_or_path m", yaml=version_2(CHECKPOINTED)), "activation_checkpointing"),

@@ -102,7 +102,7 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
             "sync_once", "exchange gradients once a step", why, row, step, waits * (1 - 1 / row.syncs), flags
         )
     whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the part that is hidden
-    if row.sync_bytes and _volume_bound(row) and "ddp_comm_hook" not in row.command:
+    if row.sync_bytes and _volume_bound(row, waits) and "ddp_comm_hook" not in row.command:
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
         why = f"{hook} halves the {megabytes(row.sync_bytes)} per step, and sending them takes most of the time"
         title, less = f"compress gradients to {hook} on the wire", waits - max(0.0, waits - whole / 2)
@@ -110,8 +110,9 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     yield from _accumulation(row, step, waits)
 
 
-def _volume_bound(row: Timing) -> bool:
-    """True if a step's collectives take longer for their bytes than for their number.
+def _volume_bound(row: Timing, waits: float) -> bool:
+    """True if a step's collectives take longer for their bytes than for their number, and the bytes
+    explain a good part of the waiting: ranks that compete for cores wait for each other.
 
     A bandwidth that was measured with small messages includes their latency, so it alone cannot
     tell.
@@ -119,7 +120,7 @@ def _volume_bound(row: Timing) -> bool:
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False
     sending = wire_time(row.sync_bytes, row.link_bandwidth, row.num_processes)
-    return 2 * row.collectives * row.link_latency < sending
+    return max(2 * row.collectives * row.link_latency, waits / 4) < sending
 
 
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:

@@ -97,6 +97,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
 
 def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
     """Model, Trainer, training, run.json; nothing if an earlier run has left nothing to train."""
+    from launch.data.load import require_same
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.build import build_arguments, build_trainer
@@ -105,6 +106,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
 
     out = console(world.is_main)
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
+    require_same(data, world)
     earlier = world.decide(lambda: find_earlier_run(run, data.commit))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:

@@ -69,8 +69,11 @@ def checked(entries: list[Any]) -> str | list[Any]:
     except TypeError:
         raise ValueError(f"takes names, or entries with {', '.join(FIELDS)}, got {entries!r}") from None
     for part in parts:
-        if not (part.name and isinstance(part.name, str) and isinstance(part.columns, Mapping)):
-            raise ValueError(f"takes a name for each part, and columns as name: new name, got {part!r}")
+        columns = part.columns if isinstance(part.columns, Mapping) else {None: None}
+        texts = (part.name, part.split or "-", part.config or "-", *columns, *columns.values())
+        if not all(isinstance(text, str) and text for text in texts):
+            what = "takes texts for a part's name, split and config, and columns as name: new name"
+            raise ValueError(f"{what}, got {part!r}")
         if part.weight is not None and (type(part.weight) not in (int, float) or not 0 < part.weight < math.inf):
             raise ValueError(f"takes a weight above 0, got {part.weight!r} for {part.name}")
     weighted = [part for part in parts if part.weight is not None]

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import compress, groupby
 from typing import Any
 
 from jinja2 import TemplateError
@@ -183,8 +183,13 @@ class _Template:
 
     def spans(self, teaches: Sequence[bool]) -> Spans:
         """The characters of the messages that teach, with what the template writes around them."""
-        begins = [self._begin(number) for number in range(len(self.chat))] + [len(self.text)]
-        return [span for span, learned in zip(pairwise(begins), teaches, strict=True) if learned]
+        found, count = [], len(self.chat)
+        for learned, group in groupby(range(count), teaches.__getitem__):
+            first, *rest = group
+            if learned:
+                end = [first, *rest][-1] + 1
+                found.append((self._begin(first), self._begin(end) if end < count else len(self.text)))
+        return found
 
     def answers(self, teaches: Sequence[bool]) -> Spans:
         """The characters of the messages that teach, without the line break behind."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -106,18 +107,18 @@ def _columns_of(file: Path, rows: int | None = None) -> dict[str, bool]:
             found = csv.DictReader(stream) if kind == "csv" else map(json.loads, _lines(stream))
             columns: dict[str, bool] = {}
             for row in islice(found, rows or (1 if kind == "csv" else None)):
+                row.pop(None, None)  # the surplus of a CSV's row
                 columns |= {name: isinstance(value, str) or columns.get(name, False) for name, value in row.items()}
             return columns
-    except (OSError, ValueError, AttributeError, csv.Error):  # not UTF-8, no JSON lines, no rows of names
+    # Not UTF-8, no JSON lines, no rows of names, cut off.
+    except (OSError, ValueError, AttributeError, RecursionError, EOFError, csv.Error, zlib.error):
         return {}
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
     """The lines of a JSON file whose columns `datasets` takes for those of all lines."""
-    size = 0
-    for line in stream:
+    left = _FIRST_BYTES
+    while left > 0 and (line := stream.readline(left)):
         if line.strip():
             yield line
-        size += len(line)
-        if size > _FIRST_BYTES:
-            return
+        left -= len(line)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress, repeat, zip_longest
+from itertools import chain, compress, zip_longest
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ _STANFORD = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n{context}### Response:"
 )
+_SAME = "lists of one length in every row"
 _PAIRED = ", paired with an input that provides further context"
 
 
@@ -175,16 +176,17 @@ def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Token
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
     """Token ids and their labels as they are, without the padding that the attention mask marks."""
-    ids, mask = row["input_ids"], row.get("attention_mask")
-    labels = row["labels"] or [] if "labels" in row else ids
+    ids, labels = row["input_ids"], row["labels"] if "labels" in row else row["input_ids"]
+    mask = row.get("attention_mask") or [1] * len(ids if isinstance(ids, list) else ())
+    if not all(isinstance(one, list) for one in (ids, labels, mask)) or len(mask) != len(ids):
+        raise mistake("dataset_name", "has input_ids, labels or attention_mask that are no lists of one length", _SAME)
     if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
         what = f"has token ids that the tokenizer does not know: it has {vocabulary:,}"
         raise mistake("dataset_name", what, "the ids of the model's own tokenizer; or texts, which are tokenized here")
     if any(one not in (own, IGNORED) for own, one in zip_longest(ids, labels)):
         fix = f"labels that are their tokens, or {IGNORED} where nothing is to learn: the model itself shifts them"
         raise mistake("dataset_name", "has labels that are other tokens than its input_ids", fix)
-    kept = list(compress(ids, mask or repeat(1)))
-    return kept, list(compress(labels, mask or repeat(1)))
+    return list(compress(ids, mask)), list(compress(labels, mask))
 
 
 def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[str, Any]:

@@ -135,7 +135,9 @@ def _classes(name: str, kind: Any, flat: pyarrow.ChunkedArray) -> dict[Any, str]
     if all(isinstance(value, str) for value in values):
         return {value: value for value in sorted(values)}
     if all(isinstance(value, (int, float)) and value == int(value) for value in values):
-        return {int(value): str(int(value)) for value in sorted(values)}
+        whole = sorted(map(int, values))
+        dense = whole[0] == 0 and whole[-1] < 10 * len(whole)  # one that is missing may be in other data
+        return {number: str(number) for number in (range(whole[-1] + 1) if dense else whole)}
     held = ", ".join(repr(value) for value in values[:5]) if isinstance(kind, Value) else "lists, or numbers and texts"
     raise mistake(
         "dataset_label_field",
@@ -169,6 +171,11 @@ def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelle
     cannot take: those to evaluate on may have other values.
     """
     column, flat = _labels(rows, run["dataset_label_field"], flag)
+    if target.problem_type == REGRESSION:
+        try:
+            compute.cast(column, pyarrow.float64())
+        except pyarrow.ArrowException:
+            raise mistake(flag, f"has labels that are no numbers: {column.type}", "a number in every row") from None
     unknown = [value for value in compute.unique(flat).to_pylist() if value not in target.numbers]
     fits = target.problem_type == REGRESSION or not unknown
     if target.is_vector:

@@ -16,6 +16,7 @@ from launch.data.mixture import Weights, mixed, of_parts, taken, tokens_of_parts
 from launch.data.packing import Cut, Joined, Packs, in_rows, nothing_to_learn, teaches
 from launch.data.streams import WINDOW, Stream, open_part, readers_of, stream_of
 from launch.data.tokens import Tokenized, lengths_of, numbers_of
+from launch.host.world import World
 from recipes.errors import UserError, mistake, plural
 from recipes.mixture import title
 from recipes.rules.data_and_model import nothing_to_evaluate_on
@@ -50,6 +51,16 @@ class Data:
     def examples(self) -> int:
         """How many there are to train on; 0 if unknown."""
         return 0 if isinstance(self.train, Stream) else len(self.train or ())
+
+
+def require_same(data: Data, world: World) -> None:
+    """Each process asks the Hub for itself. Raises `UserError` on one that got another commit than
+    rank 0.
+    """
+    commit = world.decide(lambda: data.commit)
+    if commit and data.commit and commit != data.commit:
+        what = f"has changed on the Hub while the processes started: rank 0 reads {commit}, this one {data.commit}"
+        raise mistake("dataset_name", what, "the same command again")
 
 
 def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:

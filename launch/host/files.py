@@ -90,7 +90,7 @@ _REMEDIES = {
     errno.EMFILE: "Run `ulimit -n 4096`",
     errno.ENFILE: "Run `ulimit -n 4096`",
 }
-_NOTHING_SHARED = re.compile(r"DataLoader worker \(pid|allocate shared memory|shared memory segment")
+_NOTHING_SHARED = re.compile(r"Bus error|exited unexpectedly|allocate shared memory|shared memory segment")
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[str, str] | None:

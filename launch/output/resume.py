@@ -307,6 +307,8 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     if run["problem_type"] is None:  # the data will tell, and it is the same
         changed.pop("problem_type", None)
+    if run["use_peft"] and not run.explicit("dtype"):  # of frozen weights, which the card decides
+        changed.pop("dtype", None)
     now, remedies = record.material(run), {}
     for name, what in record.MATERIAL.items():
         then = old.get(what)

@@ -48,11 +48,7 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
 
     Raises `UserError` with their own message.
     """
-    args = arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
-    if args.hub_token is not None:
-        # Trainer would write it into training_args.bin.
-        os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
-    return args
+    return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
 
 
 def build_trainer(
@@ -72,6 +68,8 @@ def build_trainer(
     rank, all save and leave.
     """
     end_workers_that_cannot_send()
+    if args.hub_token is not None:  # Trainer would write it into training_args.bin; the model is loaded by now
+        os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
     kind = data.problem_type  # None for a language model
     any_world = None
     if run.engine.kind == "deepspeed":

@@ -114,6 +114,8 @@ def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -
 
 
 def _fields(args_class: type) -> set[str]:
+    if not dataclasses.is_dataclass(args_class):
+        raise mistake("args_class", f"{args_class!r} is no dataclass", "a subclass of TrainingArguments")
     return {field.name for field in dataclasses.fields(args_class)}
 
 

@@ -126,7 +126,7 @@ def _print_answers(plan: Plan) -> None:
     """What fits, each with its command, the fastest first."""
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
     whole = [entry for entry in plan.recipes if entry.run.engine.offload_optimizer == "none"]
-    if best not in whole and whole:
+    if whole and not any(entry.fits for entry in whole):
         least = min(whole, key=lambda entry: entry.total_bytes)
         print(f"as asked and without offload: no, {least.name} needs {_gib(least.total_bytes)} GiB")
     answers = [(best.time.total, f"take {best.name}, {_why(plan)}", best, plan.command)]

@@ -107,8 +107,8 @@ def _columns_of(file: Path, rows: int | None = None) -> dict[str, bool]:
             found = csv.DictReader(stream) if kind == "csv" else map(json.loads, _lines(stream))
             columns: dict[str, bool] = {}
             for row in islice(found, rows or (1 if kind == "csv" else None)):
-                row.pop(None, None)  # the surplus of a CSV's row
-                columns |= {name: isinstance(value, str) or columns.get(name, False) for name, value in row.items()}
+                names = [name for name, _ in row.items() if name is not None]  # None: the surplus of a CSV's row
+                columns |= {name: isinstance(row[name], str) or columns.get(name, False) for name in names}
             return columns
     # Not UTF-8, no JSON lines, no rows of names, cut off.
     except (OSError, ValueError, AttributeError, RecursionError, EOFError, csv.Error, zlib.error):

@@ -74,12 +74,12 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
 
     # Not SLURM_NNODES, which is also set in a shell of salloc, where no other node runs this
     # command.
-    nodes = options.nodes or int(environment.get("SLURM_STEP_NUM_NODES", 1))
+    nodes = options.nodes or _number_in(environment, "SLURM_STEP_NUM_NODES", default=1)
     rank = options.machine_rank
     if rank is None:
-        rank = int(environment.get("SLURM_NODEID") or environment.get("NODE_RANK") or 0) if nodes > 1 else 0
+        rank = _number_in(environment, "SLURM_NODEID", "NODE_RANK", default=0) if nodes > 1 else 0
     address = options.main_process_ip or environment.get("MASTER_ADDR", "")
-    port = options.main_process_port or int(environment.get("MASTER_PORT", 29400))
+    port = options.main_process_port or _number_in(environment, "MASTER_PORT", default=29400)
     if nodes > 1 and not address:
         raise mistake("main_process_ip", f"is missing, and {nodes} nodes must find each other", "the address of node 0")
     if rank >= nodes:
@@ -89,6 +89,14 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
         what = f"{plural(processes, 'process')} cannot be divided among {nodes} nodes"
         raise mistake("num_processes", what, f"{nodes} times the processes of one node")
     return Request(machine, nodes, rank, processes // nodes, address, port, options.timeout)
+
+
+def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
+    """The number in the first of these variables that is set."""
+    name = next((name for name in names if environment.get(name)), "")
+    if name and not environment[name].isdigit():
+        raise mistake(name, f"{environment[name]!r} is not a whole number", "give the flag instead", "environment")
+    return int(environment[name]) if name else default
 
 
 def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:

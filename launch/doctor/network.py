@@ -175,7 +175,7 @@ class Meeting:
 
         class Hear(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(OSError, ValueError, TypeError):  # another program
+                with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # another program or node
                     said = meeting.hear(**json.loads(self.rfile.readline()))
                     self.wfile.write(json.dumps(said).encode() + b"\n")
 

@@ -171,6 +171,10 @@ class Slurm(Target):
     def render(self, job: Job) -> str:
         """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""
         refuse_fresh(job, "another --output_dir")
+        if re.search(r"[/%]", self.job_name or ""):  # Slurm would find no place for the log, and say nothing
+            raise mistake(
+                "job_name", f"{self.job_name} names the log too, without / and %", "letters, digits and .,:@+=-"
+            )
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
         directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}

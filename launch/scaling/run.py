@@ -97,7 +97,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         if argv:
             raise mistake(argv[0], "does not go with --apply, which repeats what was measured", f"leave {argv[0]} out")
         if not file.exists():
-            raise mistake("apply", f"there is no {file} yet", f"first run `recipes scale run --output {folder}")
+            raise mistake("apply", f"there is no {file} yet", f"first run `recipes scale run --output {folder}`")
         series, size = _chosen(analyse(read([file])), options)
         name, argv = size.typical.name, shlex.split(size.typical.command)
         found = _before_and_after(size, _find(options.apply, advise(size, series), size))

@@ -43,7 +43,7 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
         if "trust_remote_code" in str(error):
             what = f"{model} comes with Python code"
             raise mistake("trust_remote_code", what, "read it, then --trust_remote_code") from None
-        if model in SHAPES:  # without a network, or access to the model
+        if model in SHAPES and revision == "main":  # without a network, or access to the model
             return config_of(model)
         wanted = "a Hub id, a folder, a config.json or 7B"
         raise mistake("model", f"{model} cannot be read: {one_line(error)}", wanted) from None
@@ -152,7 +152,7 @@ def description(model: str) -> str:
     """The shape that a size stands for, on one line."""
     shape, public = _shape_of(model)
     like = "the shape of" if shape == public else "a shape like that of"
-    like = "the Hub did not answer, so this is the known shape of" if model in SHAPES else like
+    like = "it could not be read from the Hub: this is the known shape of" if model in SHAPES else like
     tied = "tied" if shape.tied else "not tied"
     return (
         f"{like} {public.source}: {shape.layers} layers, width {shape.width:,}, MLP {shape.inner:,}, "

@@ -82,6 +82,12 @@ class Series:
     def best(self) -> Size:
         return max(self.sizes, key=lambda size: size.speedup.median)
 
+    @property
+    def batches(self) -> dict[int, float]:
+        """By size, the batch that all sizes of its kind of scaling should share."""
+        known = [size for size in self.sizes if size.typical.global_batch]
+        return {size.num_processes: _batch(self.scaling, size.typical) for size in known}
+
 
 def hardware_of(series: Iterable[Series]) -> str:
     """The hardware of the rows; empty if none names any."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from recipes.errors import plural
-from recipes.scaling.analyse import Series, Size
+from recipes.scaling.analyse import SHARED, Series, Size
 from recipes.scaling.causes import (
     AGAINST_A_REFERENCE,
     CAUSES,
@@ -26,7 +26,14 @@ def of(series: Series) -> list[str]:
     for size in series.sizes:
         others = [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in size.losses.named[1:]]
         found += [verdict(size, series), *others]
-    return [*found, *filter(None, [law(series)])]
+    return [*found, *filter(None, [_another_batch(series), law(series)])]
+
+
+def _another_batch(series: Series) -> str:
+    if len(set(series.batches.values())) < 2:
+        return ""
+    each = ", ".join(f"{batch:g} at {world}" for world, batch in series.batches.items())
+    return f"The {SHARED[series.scaling]} is not the same at all sizes ({each}): that changes the speed too."
 
 
 def verdict(size: Size, series: Series) -> str:

@@ -179,6 +179,10 @@ def parse_row(row: Mapping[str, Any], source: str) -> Timing:
     if values.get("scaling") == "weak" and not (values.keys() & {"samples", "tokens"}):
         what = "is missing: in weak scaling the work grows with the processes, and nothing says how"
         raise mistake("samples", what, "a column samples: examples of all processes in epoch_time", source)
+    step, whole = values.get("step_time", 0.0), values["epoch_time"]
+    if step > 1.001 * whole:  # more than rounding explains
+        what = f"a step of {step:g} s does not fit into an epoch_time of {whole:g} s"
+        raise mistake("step_time", what, "both in seconds, epoch_time for all steps together", source)
     return Timing(**values)
 
 

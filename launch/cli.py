@@ -43,7 +43,6 @@ GROUPS = {
     "choose": {
         "list": Command("the recipes, one line each", _CATALOGUE),
         "show": Command("every setting of a recipe or a run, its value and the reason", _COMPARE),
-        "copy": Command("write a recipe as a YAML for --config", _CATALOGUE),
         "where": Command("paths of train.py and of the YAMLs, of the installed package", _CATALOGUE),
         "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },

@@ -1,15 +1,13 @@
-"""`recipes list`, `copy` and `where`: the catalogue and its files. They resolve nothing."""
+"""`recipes list` and `where`: the catalogue and its files. They resolve nothing."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.flags import Commands
 from launch.terminal import print_table
-from recipes.catalog import RECIPES, Recipe
+from recipes.catalog import RECIPES
 from recipes.errors import mistake
 
 if TYPE_CHECKING:
@@ -18,11 +16,6 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Commands) -> None:
     commands.add_parser("list").takes(list_recipes, "")
-    copy = """
-    NAME  a shipped recipe, or the file of your own: mine.yaml, mine.py:function
-    FILE  the YAML to write
-    """
-    commands.add_parser("copy").takes(copy_recipe, copy)
     description = 'The paths of train.py and of the YAMLs. With a NAME only its path: "$(recipes where train.py)".'
     where = commands.add_parser("where", description=description)
     where.takes(show_where, "[NAME]  train.py, fast.yaml, azureml/fast.yaml, ...")
@@ -32,38 +25,6 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
     rows = [[recipe.name, recipe.engine, recipe.purpose] for recipe in (build() for build in RECIPES.values())]
     print_table(["recipe", "accelerate_configs/", "what it is for"], rows)
     return 0
-
-
-def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
-    from recipes.run import find_recipe
-
-    text, target = _as_yaml(find_recipe(options.name), options.name), Path(options.file)
-    try:
-        with target.open("x", encoding="utf-8") as stream:  # "x": an existing file is never overwritten
-            stream.write(text)
-    except OSError as error:
-        raise mistake(
-            "FILE", f"{target} cannot be written: {error.strerror}", "a new file in a folder of yours"
-        ) from None
-    print(f"{target}: edit it, then train with --config {target}")
-    return 0
-
-
-def _as_yaml(recipe: Recipe, given: str) -> str:
-    """A file for --config: fixed settings as values, those that depend on the run as comments.
-
-    `given` is what --recipe takes: the recipe's name, or the user's own file.
-    """
-    engine = Path("accelerate_configs", recipe.engine)  # a user's own YAML is an absolute path
-    lines = [f"# {recipe.purpose}", f"# Engine: {engine}", f"recipe: {given}"]
-    for name, setting in recipe.settings.items():
-        if callable(setting):
-            decided_by = setting.__name__.replace("_", " ")
-            lines += ["", f"# {name}: decided by the recipe for each machine and run ({decided_by})"]
-        elif name not in ("engine", "micro_batch_cap"):
-            value, reason = setting
-            lines += ["", f"# {reason}", f"{name}: {json.dumps(value)}"]  # JSON is YAML
-    return "\n".join(lines) + "\n"
 
 
 def show_where(options: argparse.Namespace, rest: list[str]) -> int:

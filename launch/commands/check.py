@@ -68,4 +68,4 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
         cards = (Gpu(known.name, known.capability, known.torch_bytes),) * place.world_size
         place = replace(place, hardware=Hardware(cards, cores=8 * place.world_size), packages=frozenset())
     run = with_fit(resolve(rest, place))
-    return run, [*check_columns(run), *check(run, accelerate_config_given=options.accelerate_config is not None)]
+    return run, [*check_columns(run), *check(run)]

@@ -5,14 +5,13 @@ Names, types and choices of settings were checked when the run was resolved (run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from recipes.errors import Problem, UserError
 from recipes.rules import data_and_model, engine, table, training
 from recipes.rules.facts import Rule
 from recipes.run import RunSpec
-from recipes.run.files import default_accelerate_config
 
 RULE_MODULES = (training, engine, data_and_model)
 # The table first; then in the order of the modules, and in each as the rules are written.
@@ -23,19 +22,13 @@ RULES: list[Rule] = [
 ]
 
 
-def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
-    """Everything wrong with the run, errors first, and no advice about a setting that is wrong.
-
-    With `accelerate_config_given` false, `accelerate launch` will be called without --config_file,
-    and reads the user's own default configuration if there is one.
-    """
+def check(run: RunSpec) -> list[Problem]:
+    """Everything wrong with the run, errors first, and no advice about a setting that is wrong."""
     found = list(run.problems)
     try:
         found += [problem for _, problem in problems_by_rule(run)]
     except UserError as error:  # a function in a user's own recipe raises
         found += error.problems
-    if not accelerate_config_given:
-        found += stray_accelerate_config(run.place.environment)
     wrong = {problem.subject for problem in found if problem.severity == "error"}
     found = [problem for problem in found if problem.severity == "error" or problem.subject not in wrong]
     return sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "error")
@@ -67,11 +60,3 @@ def require_legal(run: RunSpec) -> list[Problem]:
     if errors:
         raise UserError(*errors)
     return found
-
-
-def stray_accelerate_config(environment: Mapping[str, str]) -> Iterator[Problem]:
-    """The default configuration that `accelerate launch` silently reads if it is given none."""
-    if file := default_accelerate_config(environment):
-        fix = "accelerate launch --config_file FILE, with one of `recipes where`; or `recipes train`"
-        what = "accelerate launch reads this file if it is given none"
-        yield Problem(str(file), what, fix, "your default configuration of accelerate", "advice")

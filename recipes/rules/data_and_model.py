@@ -297,8 +297,6 @@ _FLASH_PACKAGES = {
     4: ("flash_attn", "flash-attn-4"),
 }
 
-# The names that types of models have for the dropout of their attention.
-_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 _HEADS = ("head_dim", "global_head_dim", "swa_head_dim", "qk_head_dim", "v_head_dim")
 
 
@@ -310,9 +308,7 @@ def _flash_version(name: str) -> int:
 
 @rule
 def attention_fits_the_model(run):
-    """FlashAttention 2 and 3 take heads up to 256 (flash_api.cpp) and fail in the first step: Gemma
-    4 has some of 512. Newer ones drop the model's dropout without a word (read in their sources).
-    """
+    """FlashAttention 2 and 3 fail in the first step with heads above 256, such as Gemma 4's of 512."""
     name, text = run["attn_implementation"] or "", text_config(known_config(run))
     flash = _flash_version(name)
     layers = map(mapping, [text, *mapping(text.get("per_layer_config")).values()])
@@ -320,9 +316,6 @@ def attention_fits_the_model(run):
     if flash in (2, 3) and heads > 256:
         what = f"{name} takes heads up to 256, and the model has some of {heads}"
         yield problem(run, "attn_implementation", what, _LEAVE_OUT)
-    if flash > 2 and (dropout := next((text[key] for key in _DROPOUTS if text.get(key)), 0)):
-        what = f"{name} has no dropout, and the model's attention has {dropout}"
-        yield advice(run, "attn_implementation", what, "flash_attention_2, or 0.0 in the model's config.json")
 
 
 @rule

@@ -338,8 +338,6 @@ _ADVICE = (
                and not _unscales_its_weights(run),
                "{dtype} weights round small updates away", "--dtype float32 with --bf16, which computes in 16 bits",
                "AdamW's updates are mostly smaller than the last bit of a 16-bit weight."),
-    advice_row("weights_alone_do_not_resume", "save_only_model", lambda run: run["save_only_model"],
-               "a resume would start with a new optimizer", "leave it out"),
 
     # Costs time
     advice_row("compiling_needs_one_shape", "torch_compile", lambda run: _compiles(run) and not run["packing"],

@@ -74,7 +74,6 @@ OTHER_COMMANDS = {
 UNUSED = {
     "list": {*LIBRARIES, *OTHER_COMMANDS, "recipes.rules", "recipes.run", "recipes.legal", "yaml"},
     "show fast": {*LIBRARIES, *OTHER_COMMANDS},
-    "copy fast /dev/null": OTHER_COMMANDS,
     "check --recipe memory": {*LIBRARIES, *OTHER_COMMANDS, "rich"},
     "--help": {*LIBRARIES, *OTHER_COMMANDS, "launch.commands.catalogue", "launch.commands.compare"},
     "plan --model 7B --gpu L4 --optim nine": {"torch", "transformers"},

@@ -31,12 +31,6 @@ def test_its_difference_to_another_recipe_is_what_it_changes(words, capsys):
     assert json.loads(capsys.readouterr().out) == {"logging_steps": {"mine.yaml": 3, "standard": 5}}
 
 
-def test_a_copy_of_it_is_a_configuration_that_names_it(capsys):
-    assert main(["copy", "mine.yaml", "copy.yaml"]) == 0
-    assert main(["check", "--config", "copy.yaml"]) == 0
-    assert "legal: mine" in capsys.readouterr().out
-
-
 def test_plan_recommends_it_under_the_name_that_the_flag_takes(capsys):
     assert main(["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml", "--max_length", "128"]) == 0
     (command,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  recipes train "))

@@ -105,21 +105,8 @@ def test_a_check_imports_none_of_the_libraries():
         "from recipes.run import here\nfrom recipes.run.files import shipped\n"
         "for recipe in ('fast', 'memory_zero3'):\n"
         "    argv = ['--recipe', recipe, '--report_to', 'wandb', '--optim', 'adamw_8bit', '--deepspeed', 'x.json']\n"
-        "    check(resolve(argv, here(accelerate_config=str(shipped('memory.yaml')))), accelerate_config_given=False)\n"
+        "    check(resolve(argv, here(accelerate_config=str(shipped('memory.yaml')))))\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
-
-
-# --- The user's own default configuration ---------------------------------------------------------
-
-
-def test_a_stray_default_config_is_reported(tmp_path):
-    run = resolve([], here(hardware=Hardware(), environment={"HF_HOME": str(tmp_path)}))
-    assert check(run, accelerate_config_given=False) == []
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").touch()
-    (problem,) = check(run, accelerate_config_given=False)
-    assert problem.severity == "advice" and "--config_file" in problem.fix
-    assert check(run, accelerate_config_given=True) == []

@@ -83,8 +83,8 @@ CASES = {
     ),
     "attention_is_known": (Run("--attn_implementation SDPA"), Run(SDPA)),
     "attention_fits_the_model": (
-        Run(f"{FA4} {MODEL}", files=model(attention_dropout=0.1)),
-        Run(f"{FA4} {MODEL}", files=model(attention_dropout=0.0)),
+        Run(f"{FLASH} {MODEL}", files=model(head_dim=512)),
+        Run(f"{FLASH} {MODEL}", files=model(head_dim=256)),
     ),
     "attention_fits_the_machine": (Run(FLEX), Run(FLEX, **ON_A100)),
 }

@@ -62,7 +62,6 @@ FLAGS = {
     "learning_rates_are_usual": ("--model_name_or_path gpt2 --learning_rate", "2e-4", "2e-4 --use_peft"),
     "something_is_held_out": ("--model_name_or_path gpt2 --dataset_name d", "", EVAL),
     "sixteen_bit_weights_lose_small_updates": ("--dtype bfloat16", "", "--use_peft"),
-    "weights_alone_do_not_resume": ("--save_only_model", "", "false"),
     "compiling_needs_one_shape": ("--torch_compile", "--packing false", "--packing"),
     "do_predict_is_read": ("--do_predict", "", "false"),
     "label_smoothing_factor_is_read": (f"{CLASSIFY} --label_smoothing_factor 0.1", "--problem_type regression", ""),

@@ -308,7 +308,7 @@ def _flash_version(name: str) -> int:
 
 @rule
 def attention_fits_the_model(run):
-    """FlashAttention 2 and 3 fail in the first step with heads above 256, such as Gemma 4's of 512."""
+    """FlashAttention 2 and 3 fail in the first step with heads above 256: Gemma 4 has such."""
     name, text = run["attn_implementation"] or "", text_config(known_config(run))
     flash = _flash_version(name)
     layers = map(mapping, [text, *mapping(text.get("per_layer_config")).values()])

@@ -150,7 +150,7 @@ def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsy
 
 @pytest.mark.slow
 def test_if_every_run_fails_it_says_so_and_recommends_no_report(tiny_model, tmp_path, capsys):
-    (tmp_path / "bad.jsonl").write_text('{"a": "b"}')
+    (tmp_path / "bad.jsonl").write_text('{"text": ""}')
     words = ["--num_processes", "1", "--repeats", "1", *model_flags(tiny_model, tmp_path / "bad.jsonl")]
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr()

@@ -115,14 +115,6 @@ def test_the_order_of_the_data_goes_on_in_the_second_epoch(order, worlds, train)
     assert examples(here) == examples(there)
 
 
-def test_a_sampler_without_a_seed_loses_the_order_and_is_advised_against(train):
-    unseeded = ["--accelerator_config", '{"use_seedable_sampler": false}']
-    _, there = train("standard", *unseeded, worlds=(1,))
-    outcome, here = train("standard", *unseeded, worlds=(1, 1), stops=(7,))
-    assert examples(here)[6] == examples(there)[6] and examples(here)[7] != examples(there)[7]
-    assert "a resume after the first epoch trains other examples" in " ".join(outcome.output.split())
-
-
 @pytest.mark.parametrize("packing", [["--max_length", "64"], ["--packing", "--max_length", "32"]], ids=str)
 def test_a_mixture_goes_on_with_the_next_example(packing, tiny_model, tmp_path):
     """Of three parts the two smaller are repeated."""

@@ -361,8 +361,8 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
 @rule
 def fsdp2_is_chosen(run):
     """The launcher's default is FSDP1, which Trainer deprecates. Any other version counts as 1."""
-    if uses_fsdp(run) and fsdp_version(run) not in (1, 2):
-        yield _of_key(run, "version", f"{fsdp_version(run)} trains as FSDP1", "2")
+    if uses_fsdp(run) and run.engine.kind == "fsdp" and run.engine.fsdp_version not in (1, 2):
+        yield _of_key(run, "version", f"{run.engine.fsdp_version} trains as FSDP1", "2")
     written = dict(_sections(run)).get("fsdp_config")
     if written is not None and str(written.get("fsdp_version", written.get("version", 1))) == "1":
         what = "1, which accelerate uses if the key is missing, is deprecated"

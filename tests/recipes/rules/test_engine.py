@@ -146,6 +146,7 @@ LEGAL_AFTER_ALL = [
      Run(f"--ddp_find_unused_parameters true --ddp_static_graph true {REENTRANT_FLAGS}")),
     ("yaml_keys_are_known", Run(yaml=version_2("fsdp_ignored_modules: lm_head"))),
     ("sections_are_read", Run(yaml=yaml("DEEPSPEED", "deepspeed_config:"))),
+    ("fsdp2_is_chosen", on_gpus("--recipe baseline --fsdp full_shard")),  # one process
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--optim adafactor", yaml=fsdp("fsdp_version: 1"))),
     ("offloaded_gradients_are_clipped_over_gloo", on_gpus(world=2, yaml=version_2("fsdp_offload_params: true"))),
 ]  # fmt: skip

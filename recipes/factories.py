@@ -15,7 +15,7 @@ from recipes.quiet import silence
 from recipes.rules.check import require_legal
 from recipes.rules.probe import refused_by_library
 from recipes.run import RunSpec, Settings, find_recipe, here, resolve
-from recipes.run.engine_sources import from_environment
+from recipes.run.engine import from_environment
 from recipes.run.files import launch_with
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from recipes.errors import UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.run import resolve, with_flags
-from recipes.run.engine_sources import from_yaml
+from recipes.run.engine import from_yaml
 from recipes.run.files import find_yaml, shipped
 
 _RECIPE = "--recipe NAME  one of `recipes list`, or a file of your own [--config's, or standard]\n"

@@ -23,7 +23,7 @@ from recipes.rules.check import require_legal
 from recipes.rules.facts import mixed_precision
 from recipes.run import RunSpec, fingerprints, here, recorded, resolve
 from recipes.run.command_line import parse
-from recipes.run.engine_sources import from_yaml
+from recipes.run.engine import from_yaml
 from recipes.run.files import shipped
 from recipes.run.metrics import is_figure
 

@@ -29,7 +29,7 @@ from launch.host.processes import free_port
 from recipes.errors import Failure, UserError, mistake, one_line
 from recipes.factories import arguments_for
 from recipes.run import RunSpec, Settings, here, resolve, with_fit
-from recipes.run.engine_sources import launch_environment
+from recipes.run.engine import launch_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -29,7 +29,7 @@ from launch.host.world import World
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import HIDDEN, Json, RunSpec, fingerprints, recorded, shown
-from recipes.run.engine_sources import deepspeed_json
+from recipes.run.engine import deepspeed_json
 from recipes.run.files import default_accelerate_config, expanded, read_json, read_yaml
 
 NAME = recorded.NAME

@@ -35,7 +35,7 @@ from recipes.rules.facts import (
 from recipes.rules.table import advice_row, error_row
 from recipes.run import RunSpec, nearest
 from recipes.run.command_line import belongs
-from recipes.run.engine_sources import SIZES, from_environment, from_yaml
+from recipes.run.engine import SIZES, from_environment, from_yaml
 from recipes.run.files import Json, launch_with, shipped
 
 _ON_GPUS = 'To judge it for GPUs: recipes check --gpu "H100 80GB"'

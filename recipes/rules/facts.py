@@ -27,7 +27,7 @@ from typing import Any
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
 from recipes.run import RunSpec
-from recipes.run.engine_sources import deepspeed_json
+from recipes.run.engine import deepspeed_json
 from recipes.run.files import Json, read_json
 from recipes.run.local_model import local_config
 

@@ -37,7 +37,7 @@ from recipes.rules.facts import (
 )
 from recipes.rules.training import pushed_to
 from recipes.run import RunSpec
-from recipes.run.engine_sources import launch_environment
+from recipes.run.engine import launch_environment
 
 _STEPS = 1000  # of a training whose length only its data tell
 # Variables that announce other processes, for which a construction would wait.

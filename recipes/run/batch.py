@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recipes.errors import mistake, plural
-from recipes.run.engine_sources import Parallelism
+from recipes.run.engine import Parallelism
 
 ARITHMETIC = "batch arithmetic"
 

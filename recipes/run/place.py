@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from recipes.run import hardware
-from recipes.run.engine_sources import Engine, from_yaml
+from recipes.run.engine import Engine, from_yaml
 from recipes.run.files import find_yaml
 from recipes.run.hardware import Hardware
 

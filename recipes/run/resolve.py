@@ -16,8 +16,7 @@ from recipes.errors import Problem, UserError
 from recipes.run import recorded
 from recipes.run.batch import Batch, data_parallel_size, split
 from recipes.run.command_line import accept, parse, read_config
-from recipes.run.engine import engine_for
-from recipes.run.engine_sources import Engine
+from recipes.run.engine import Engine, engine_for
 from recipes.run.own_recipe import find_recipe, own_settings
 from recipes.run.place import Place, here
 from recipes.run.spec import BATCH_FIELDS, LIBRARY, RunSpec, Setting, Settings

@@ -14,7 +14,7 @@ from recipes import catalog, legal
 from recipes.catalog import Decision, Recipe, Value
 from recipes.errors import Problem
 from recipes.run.batch import ARITHMETIC, Batch
-from recipes.run.engine_sources import Engine
+from recipes.run.engine import Engine
 from recipes.run.hardware import Hardware
 from recipes.run.metrics import smaller_is_better
 from recipes.run.place import Place

@@ -7,7 +7,7 @@ import pytest
 
 from recipes.catalog import RECIPES
 from recipes.run import here, resolve
-from recipes.run.engine_sources import from_yaml
+from recipes.run.engine import from_yaml
 from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 

@@ -8,7 +8,7 @@ import torch
 from launch.host.world import World, launched, require_launcher, use_threads
 from recipes.errors import UserError
 from recipes.run import here, resolve
-from recipes.run.engine_sources import from_environment
+from recipes.run.engine import from_environment
 from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import run_ranks

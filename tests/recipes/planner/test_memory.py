@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from recipes.planner.fits import Estimator
 from recipes.planner.memory import LOADING, NEVER, REDUCE_BUCKET, UPDATE, Adapters, Memory, Traced, Weights
 from recipes.planner.trace import weigh
-from recipes.run.engine_sources import Engine
+from recipes.run.engine import Engine
 from recipes.run.files import shipped
 from tests.recipes.planner.small import CPU, SHAPE, SMALL, run_of
 from tests.support.running import ROOT

@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from recipes.errors import UserError
 from recipes.run.batch import data_parallel_size, split
-from recipes.run.engine_sources import Parallelism
+from recipes.run.engine import Parallelism
 
 worlds, shares, caps, sizes = st.integers(1, 64), st.integers(1, 512), st.integers(1, 64), st.integers(1, 8)
 

@@ -11,7 +11,7 @@ from recipes import legal
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.rules.check import check
-from recipes.run.engine_sources import from_yaml, launch_environment
+from recipes.run.engine import from_yaml, launch_environment
 from recipes.run.files import shipped
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import launched

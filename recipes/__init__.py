@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Imports the factories and the planner when first asked for: `recipes list` needs neither."""
+    """Import the factories and the planner only on first use: `recipes list` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("recipes.planner.plan" if name == "plan_memory" else "recipes.factories")

@@ -36,11 +36,11 @@ class Recipe:
     files: tuple[str, ...] = ()
 
     def but(self, name: str, purpose: str, **changes: Value | None) -> Recipe:
-        """This recipe with a few named values changed."""
+        """A new recipe: this one with the given values changed."""
         return Recipe(name, purpose, changes, base=self)
 
     def stated(self, name: str) -> tuple[Recipe, Value] | None:
-        """A value, and the recipe that states it: this one, or the nearest of its bases."""
+        """A value, and the recipe that states it: this recipe, or the nearest of its bases."""
         if name not in self.changes:
             return self.base.stated(name) if self.base else None
         value = self.changes[name]
@@ -48,13 +48,13 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, Value]:
-        """The values of this recipe and of its bases, by name."""
+        """The values of this recipe and of its bases, by the settings' names."""
         merged = {**(self.base.settings if self.base else {}), **self.changes}
         return {name: value for name, value in merged.items() if value is not None}
 
     @property
     def source(self) -> str:
-        """The origin of the values that this recipe states, as it is printed beside them."""
+        """The source that is printed beside each value that this recipe states."""
         return f"recipe {self.files[0] if self.files else self.name}"
 
     @property

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding about a run. An `error` stops it, an `advice` does not.
+    """One finding about a run. An `error` stops the run, an `advice` does not.
 
-    `subject` is the name that the user wrote (a flag, a YAML key, a file), `source` where.
+    `subject` is the name that the user wrote (a flag, a YAML key, a file), `source` is the place
+    where the user wrote it.
     """
 
     subject: str
@@ -32,7 +33,7 @@ class UserError(Exception):
         self.problems = problems
 
     def __reduce__(self):
-        """Another process raises it with its problems, not with their text."""
+        """Pickle the problems, so that another process raises the same error."""
         return UserError, self.problems
 
 
@@ -48,19 +49,19 @@ def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserErr
 
 
 def one_line(error: object) -> str:
-    """An error or a text on one line of at most 200 characters."""
+    """Shorten an error or a text to one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class Failure(RuntimeError):
-    """A machine stops a run: out of memory, NaN, a failed probe, a lost rank, a full disk.
+    """A machine's failure stops a run: out of memory, NaN, a lost rank, a full disk.
 
-    The message says what happened. Each cause is a subclass, so that it is caught by type.
+    The message says what happened. Each cause is a subclass, to be caught by its type.
     """
 
 
 class StreamBroke(Failure):
-    """A stream could not be read any further, through no fault of the data: a later start may
-    succeed.
+    """A stream could not be read any further for a reason other than the data, such as the network.
+    A later start may succeed.
     """

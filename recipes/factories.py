@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def recipe(name: str):
-    """The factory of a recipe: a shipped one by its name, or your own by its file.
+    """Return the factory of a recipe: a shipped one by its name, or your own by its file.
 
-    Raises `UserError` if there is none, or if something in the file is wrong.
+    Raises `UserError` if there is no such recipe, or if its file has a mistake.
     """
     chosen = find_recipe(name)
 
@@ -80,7 +80,7 @@ def recipe(name: str):
 
 
 def _warn_without_engine(run: RunSpec) -> None:
-    """Warns if the script was not started with the recipe's launcher: Trainer would silently train
+    """Warn if the script was not started with the recipe's launcher: Trainer would silently train
     a memory recipe unsharded and without offload. `--deepspeed` and `--fsdp` need no launcher,
     since Trainer sets them up itself.
     """
@@ -97,9 +97,9 @@ def _warn_without_engine(run: RunSpec) -> None:
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
-    """An `args_class` with the values of a run. `own` are fields that only the subclass has.
+    """Build an `args_class` with the values of a run. `own` are fields that only the subclass has.
 
-    Raises `UserError` with the class's own message.
+    Raises `UserError` with the message of the class if the class refuses a value.
     """
     extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.trainer_fields()}
     shared = {name: extra[name] for name in extra.keys() & _fields(args_class)}  # SFTConfig has packing, ...

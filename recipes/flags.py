@@ -1,4 +1,4 @@
-"""Flags that `launch/train.py` takes besides Trainer's own, named as Hugging Face and TRL do."""
+"""The flags of `launch/train.py` besides Trainer's own, named as Hugging Face and TRL do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 
 def flag(default, help: str):
-    """A field with its help text."""
+    """Declare a field with its help text."""
     return field(default=default, metadata={"help": help})
 
 

@@ -1,7 +1,7 @@
-"""The sources of a run's data: a single one, or the parts of a mixture with their weights.
+"""The sources of a run's data: one source, or the parts of a mixture with their weights.
 
-`dataset_name` is a text for a single source. A mixture is a list of texts, or in a file of settings
-a list of entries with the fields of a `Part`.
+`dataset_name` is text for one source. A mixture is a list of texts, or, in a file of settings, a
+list of entries with the fields of a `Part`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 class Part:
     """A file, a folder, a pattern such as `data/*.jsonl`, or a data set of the Hub.
 
-    `weight` is its share of the examples beside the other parts' weights; None: all of them, once.
-    `split` and `config` stand for --dataset_train_split and --dataset_config. `columns` maps the
-    part's own names of columns to those that a format has.
+    `weight` is the part's share of the examples, relative to the weights of the other parts. None
+    means all examples, once each. `split` and `config` replace --dataset_train_split and
+    --dataset_config for this part. `columns` maps the part's column names to a format's names.
     """
 
     name: str
@@ -38,7 +38,7 @@ FIELDS = tuple(entry.name for entry in fields(Part))
 
 
 def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
-    """The parts of the data; a single source is one part. Empty for the demonstration."""
+    """The parts of the data; one source is one part. Empty for the demonstration."""
     if not dataset_name:
         return []
     entries = [dataset_name] if isinstance(dataset_name, str) else dataset_name
@@ -46,13 +46,13 @@ def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
 
 
 def parts_of_run(run: Mapping[str, Any]) -> list[Part]:
-    """The parts of a run's data. `dataset_columns` renames those of parts that rename none."""
+    """The parts of a run's data. --dataset_columns applies to parts without `columns`."""
     named = new_columns(run["dataset_columns"])
     return [part if part.columns else replace(part, columns=named) for part in parts_of(run["dataset_name"])]
 
 
 def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
-    """Old name -> new name, of texts such as `question=prompt`. Raises `ValueError` for others."""
+    """Old name -> new name, from texts such as `question=prompt`. Raises `ValueError`."""
     split = [pair.partition("=") for pair in pairs or ()]
     if not all(old and new for old, _, new in split):
         raise ValueError(f"takes pairs old=new, such as question=prompt, got {' '.join(pairs or ())!r}")
@@ -60,9 +60,9 @@ def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
 
 
 def checked(entries: list[Any]) -> str | list[Any]:
-    """A list for `dataset_name` as a run keeps it: a single name as text.
+    """Check a list for `dataset_name`. A list with one plain name becomes that name.
 
-    Raises `ValueError` for one that is not a list of parts.
+    Raises `ValueError` if an entry is not a legal part.
     """
     try:
         parts = parts_of(entries)
@@ -89,9 +89,9 @@ def files_of(name: str | None) -> list[Path]:
 
 
 def paths_of(name: str | None) -> list[Path]:
-    """The file or folder of this name, or else the files that it matches as a pattern, sorted.
+    """The file or folder of this name; else the files that match the name as a pattern, sorted.
 
-    Empty if there are none here.
+    Empty if nothing of that name exists here.
     """
     path = os.path.expanduser(name or "")  # noqa: PTH111, Path's raises for an unknown user
     if name and os.path.exists(path):  # noqa: PTH110, Path's raises for a name that is too long
@@ -102,6 +102,6 @@ def paths_of(name: str | None) -> list[Path]:
 
 
 def title(dataset_name: str | Sequence[Any] | None) -> str:
-    """The data in a few words, for a person."""
+    """Name the data in a few words, for a person."""
     names = [part.name for part in parts_of(dataset_name)]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")

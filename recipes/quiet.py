@@ -1,4 +1,4 @@
-"""Silences the libraries, so that our own lines are seen. Importing this module imports none."""
+"""Silences the libraries, so that our own lines are seen. This module imports no library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """No log records and no warnings from any library inside the block."""
+    """Suppress the log records and warnings of all libraries inside the block."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -23,8 +23,8 @@ def silence() -> Iterator[None]:
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Errors only, and no progress bars, from now on. Call it before the heavy imports, which read
-    these variables and make most of the noise.
+    """Limit the libraries to errors, without progress bars, unless `verbose`. Call this before the
+    heavy imports: they read the environment variables that are set here.
     """
     if verbose:
         return
@@ -35,5 +35,6 @@ def quiet_libraries(verbose: bool) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's reducer warns in C++
     warnings.filterwarnings("ignore")
-    for name in ("DeepSpeed", "deepspeed", "accelerate", "torch.distributed", "datasets", "bitsandbytes"):
+    names = "DeepSpeed deepspeed accelerate torch.distributed torch.utils.cpp_extension datasets bitsandbytes"
+    for name in names.split():
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -34,9 +34,9 @@ from recipes.quiet import silence
 from recipes.rules.check import check
 from recipes.rules.data_and_model import file_kind
 from recipes.run import Json, RunSpec, here, resolve, with_flags
-from recipes.run.engine import launch_yaml
 from recipes.run.files import existing_path, read_yaml, shipped
 from recipes.run.hardware import Hardware
+from recipes.run.place import launch_yaml
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

@@ -24,9 +24,10 @@ from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, here, resolve, with_fit, with_flags
-from recipes.run.engine import from_yaml, launch_yaml
+from recipes.run.engine import from_yaml
 from recipes.run.files import find_yaml
 from recipes.run.hardware import Gpu, Hardware
+from recipes.run.place import launch_yaml
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
 

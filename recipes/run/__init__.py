@@ -1,4 +1,4 @@
-"""One run: what the user wrote, the recipe, the machine and the engine, put together."""
+"""One run, resolved from the user's settings, the recipe, the machine and the engine."""
 
 from recipes.run.command_line import with_flags
 from recipes.run.files import Json, nearest

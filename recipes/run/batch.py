@@ -1,6 +1,6 @@
-"""Global batch arithmetic: global = micro-batch x accumulation x data-parallel size, anywhere.
+"""Global batch arithmetic: global = micro-batch x accumulation x data-parallel size.
 
-The data-parallel size is the world size, divided by the processes that share their examples.
+The data-parallel size is the world size divided by the number of processes that share examples.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ ARITHMETIC = "batch arithmetic"
 
 @dataclass(frozen=True)
 class Batch:
-    """`micro` examples per process, `accumulation` micro-batches per step.
+    """`micro` examples per process and micro-batch, `accumulation` micro-batches per step.
 
-    `data_parallel` counts the processes, or groups of them, with examples of their own. `source`
-    says who chose a micro-batch that the user did not write: arithmetic, or `--fit`.
+    `data_parallel` counts the processes, or groups of processes, that train on their own examples.
+    `source` names what chose a micro-batch that the user did not write: arithmetic, or `--fit`.
     """
 
     micro: int
@@ -37,9 +37,9 @@ class Batch:
 
 
 def data_parallel_size(world: int, parallelism: Parallelism) -> int:
-    """The groups of a world's processes that get examples of their own.
+    """The number of process groups that train on their own examples.
 
-    Raises `UserError` if the processes that share examples do not divide the world.
+    Raises `UserError` if the world size is no multiple of the processes that share examples.
     """
     sharing = parallelism.sharing
     if world % sharing:
@@ -56,11 +56,11 @@ def split(
     accumulation: int | None = None,
     sharing: int = 1,
 ) -> Batch:
-    """Split the global batch `total` over `data_parallel` processes, or groups of `sharing` each.
+    """Split the global batch `total` over `data_parallel` groups of `sharing` processes each.
 
     The micro-batch is the largest divisor of total/data_parallel up to `cap`. A given `micro` or
-    `accumulation` wins over the cap; both together set the global batch if `total` is None.
-    Raises `UserError` if no split keeps the global batch.
+    `accumulation` wins over the cap. If both are given and `total` is None, their product sets the
+    global batch. Raises `UserError` if no split keeps the global batch.
     """
     if micro and accumulation:
         reason = "micro-batch and accumulation were both given: they set the global batch"
@@ -91,6 +91,6 @@ def split(
 
 
 def _multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` around a number: `4 or 8`, or only `4` below it."""
+    """The multiples of `unit` next to a number: `4 or 8` around 6, `4` alone below 4."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)

@@ -1,4 +1,4 @@
-"""Flags and a configuration file, as settings of the right type."""
+"""Reads flags and configuration files into settings of the right type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTHING_SIMILAR = "`recipes train --help` lists them"
 
 
 def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
-    """The settings of a command line; its mistakes are added to `problems`.
+    """Read the settings of a command line. Mistakes are added to `problems`.
 
     Flags are `--name value`, `--name=value`, `--flag` or `--no_flag`. A dash in a name is an
     underscore, as for Hugging Face's parser.
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with its values. A word that belongs to no flag comes alone, with an empty flag."""
+    """Yield each flag with its values. A word that belongs to no flag comes with an empty flag."""
     rest = list(argv)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
@@ -64,7 +64,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _name_of(flag: str) -> tuple[str, bool]:
-    """The setting of a flag such as `--global-batch-size`, and whether it is a `--no_flag`."""
+    """The setting that a flag such as `--global-batch-size` sets, and True for a `--no_flag`."""
     name = flag[2:].replace("-", "_")
     known = legal.settings().get(name.removeprefix("no_"))
     is_off = name not in legal.settings() and known is not None and "bool" in known.types
@@ -72,7 +72,7 @@ def _name_of(flag: str) -> tuple[str, bool]:
 
 
 def with_flags(argv: Sequence[str], flags: Settings) -> list[str]:
-    """A command line with these flags in place of its own; a flag that is None is left out."""
+    """Replace flags of a command line, and add those that are missing. None removes a flag."""
     changed, replaced = [], False
     for argument in argv:
         if argument.startswith("--"):
@@ -87,7 +87,7 @@ def with_flags(argv: Sequence[str], flags: Settings) -> list[str]:
 
 
 def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
-    """The settings of a --config file. Raises `UserError` if it cannot be read."""
+    """Read the settings of a --config file. Raises `UserError` if the file cannot be read."""
     content = read_yaml(path, "--config")
     if "base" in content:
         raise mistake("config", f"{path} is a recipe", f"--recipe {path}")
@@ -97,7 +97,7 @@ def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
 
 
 def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> dict[str, Setting]:
-    """The settings with a known name and a value of the right type. The others become problems."""
+    """Keep settings of a known name and the right type; all others are added to `problems`."""
     accepted = {}
     for name, value in values.items():
         known = legal.settings().get(str(name))
@@ -118,7 +118,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
 
 
 def unknown(name: str, source: str) -> Problem:
-    """The reason why `name` is not a legal setting: renamed, removed, elsewhere, or misspelt."""
+    """The problem with a name that is no setting: renamed, removed, used elsewhere, or misspelt."""
     if name in moved.RENAMED:
         what, new = moved.RENAMED[name]
         return Problem(name, what, f"--{new}" if source == COMMAND_LINE and new in legal.settings() else new, source)
@@ -130,7 +130,7 @@ def unknown(name: str, source: str) -> Problem:
 
 
 def belongs(name: str) -> str:
-    """The fix for a name that is legal elsewhere; empty if it is not."""
+    """Where a name belongs that is legal in another place; empty if it is legal nowhere."""
     if name in legal.names("ddp") and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")
@@ -145,9 +145,10 @@ _EXPONENT = r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"
 
 
 def coerce(value: object, known: legal.Field) -> Any:
-    """`value` in the type of the field. Raises `ValueError` that says what is wrong.
+    """Convert `value` to the field's type. Raises `ValueError` with what is wrong.
 
-    Text may stand for a number: a command line has only text, and YAML reads `1e-5` as text.
+    Text is read as a number where the field takes one: a command line has only text, and YAML reads
+    `1e-5` as text.
     """
     types = known.types
     if hasattr(value, "tp_size"):
@@ -181,7 +182,7 @@ def coerce(value: object, known: legal.Field) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The plain value of an enumeration's member, a path, a numpy number or a tuple."""
+    """Replace an enumeration's member, a path, a numpy number or a tuple by its plain value."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, os.PathLike):
@@ -216,7 +217,7 @@ def _names(types: frozenset[str]) -> str:
 
 
 def _expected(known: legal.Field, dashes: str) -> str:
-    """The fix for a value of a setting, whose name has dashes on a command line."""
+    """The fix for a wrong value. `dashes` is `--` if the setting was written on a command line."""
     if known.name == "parallelism_config":
         return 'a DeepSpeed JSON with "tensor_parallel": {"autotp_size": 2}; for FSDP, dp_ sizes in an Accelerate YAML'
     if known.choices:

@@ -1,7 +1,6 @@
-"""Engines (DDP, FSDP, DeepSpeed, one process): which one trains a run, and where each is read.
+"""Engines (DDP, FSDP, DeepSpeed, one process), as YAMLs, JSONs, arguments and variables name them.
 
-`engine_for` decides for a run, before a launch and inside a launched process. Below it are the
-sources: Accelerate YAMLs, DeepSpeed JSONs, arguments and the launcher's variables.
+`place.engine_for` decides which of these sources counts for a run.
 """
 
 from __future__ import annotations
@@ -9,14 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.catalog import Recipe
 from recipes.errors import mistake
-from recipes.run.files import Json, read_json, read_yaml, shipped
-
-if TYPE_CHECKING:
-    from recipes.run.place import Place
+from recipes.run.files import Json, read_json, read_yaml
 
 # --- Processes that share a model or its examples -------------------------------------------------
 
@@ -33,13 +28,13 @@ _SIZE = "parallelism_config_"  # before each name in a YAML and in variables
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The sizes of accelerate's ParallelismConfig, and `autotp`, that of a DeepSpeed JSON.
+    """The sizes of accelerate's ParallelismConfig, and `autotp`, DeepSpeed's `autotp_size`.
 
     Tensor parallelism gives several processes the same examples, so the data are divided over fewer
-    groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would too:
-    a rule refuses both. Replicas and shards (HSDP) are processes with examples of their own.
-    `source` is where the sizes were read; empty if nothing sets them. What is no count is 1 here:
-    the probe asks accelerate and DeepSpeed.
+    groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would do the
+    same: a rule refuses both. With replicas and shards (HSDP) each process has its own examples.
+    `source` is the file or argument that sets the sizes; empty if nothing does. A value that is not
+    a count is read as 1: the probe asks accelerate and DeepSpeed, who refuse it.
     """
 
     replicate: int = 1
@@ -52,7 +47,7 @@ class Parallelism:
 
     @property
     def sharing(self) -> int:
-        """Processes that train on the same examples."""
+        """The number of processes that train on the same examples."""
         return self.tensor * self.autotp
 
     def __str__(self) -> str:
@@ -64,7 +59,7 @@ class Parallelism:
 
 
 def sizes_of(values: Mapping[str, Any], source: str, prefix: str = "") -> Parallelism:
-    """The sizes among keyword arguments, keys of a YAML or variables. Text may be a number."""
+    """Read the sizes from keyword arguments, a YAML's keys or variables; digits may be text."""
     read = {field: _count(values.get(f"{prefix}{name}")) for field, name in SIZES.items()}
     return Parallelism(**read, source=source)
 
@@ -75,7 +70,7 @@ def _count(value: object) -> int:
 
 
 def exported_sizes(environment: Mapping[str, str]) -> Parallelism:
-    """The sizes that `accelerate launch` exports for its processes."""
+    """The sizes that `accelerate launch` exports as variables for the processes it starts."""
     if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return Parallelism()
     return sizes_of({name.lower(): value for name, value in environment.items()}, "the launcher", _SIZE)
@@ -86,10 +81,11 @@ def exported_sizes(environment: Mapping[str, str]) -> Parallelism:
 
 @dataclass(frozen=True)
 class Engine:
-    """`kind` is single, ddp, deepspeed, fsdp or another type of accelerate's in lower case.
+    """How the processes of a run work together.
 
-    `source` is where it was read, `raw` the content of its Accelerate YAML. `num_processes` is the
-    number on the command line, or the YAML's; None if neither has one.
+    `kind` is single, ddp, deepspeed, fsdp or another of accelerate's distributed types in lower
+    case. `source` is the file or argument that names the engine, `raw` the content of its
+    Accelerate YAML. `num_processes` comes from the command line, else from the YAML, else None.
     """
 
     kind: str
@@ -115,71 +111,15 @@ class Engine:
         return ", ".join(filter(None, words))
 
 
-# --- Which engine trains --------------------------------------------------------------------------
-
-
-def launch_yaml(recipe: Recipe, deepspeed: object) -> Path:
-    """The Accelerate YAML to launch with if the user names none: the recipe's. With `--deepspeed`
-    it is plain DDP's, because accelerate refuses DeepSpeed settings in a YAML then.
-    """
-    return shipped("standard.yaml" if deepspeed else recipe.engine)
-
-
-def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine:
-    """The engine that trains; of a script of the user's own, the one to launch it with. `given` are
-    the values that the user wrote.
-
-    The launch sets up an engine. train.py replaces that engine in two cases: the user gives
-    `--deepspeed` or `--fsdp`; or the recipe shards or offloads, and the launch is plain DDP or one
-    process. The sizes of groups are those of the argument parallelism_config, else of the
-    engine's YAML, else of the launcher's variables.
-    """
-    deepspeed, can_shard = given.get("deepspeed"), place.hardware.can_shard
-    launch = _launched_engine(place) if place.launched else place.yaml or from_yaml(launch_yaml(recipe, deepspeed))
-    engine = launch
-    if deepspeed:
-        engine = _inside(launch, from_deepspeed(deepspeed))
-    elif launch.kind in ("single", "ddp"):
-        own = from_yaml(shipped(recipe.engine))
-        if own.kind == "deepspeed" or (own.kind == "fsdp" and can_shard):
-            engine = _inside(launch, own)
-    if engine.kind in ("ddp", "fsdp") and can_shard and given.get("fsdp"):
-        engine = with_fsdp(engine, given["fsdp"], given.get("fsdp_config"))
-    sizes, autotp = engine.parallelism, engine.parallelism.autotp
-    around = from_environment(place.environment) if place.own_script else None  # a script asks once it is launched
-    if around is not None and around.kind == "deepspeed" and not deepspeed:
-        autotp = around.parallelism.autotp
-    if (config := given.get("parallelism_config")) is not None:
-        sizes = sizes_of(vars(config), "argument")
-    elif not sizes.source:
-        sizes = exported_sizes(place.environment)
-    return replace(engine, parallelism=replace(sizes, autotp=autotp))
-
-
-def _launched_engine(place: Place) -> Engine:
-    """The engine that a launcher has set up for this process. accelerate uses FSDP on GPUs only: on
-    a CPU the same launch is DDP.
-    """
-    ignored = () if place.hardware.can_shard else ("ACCELERATE_USE_FSDP",)
-    around = from_environment({name: value for name, value in place.environment.items() if name not in ignored})
-    return around or from_yaml(shipped("single.yaml"))
-
-
-def _inside(launch: Engine, engine: Engine) -> Engine:
-    """An engine that train.py starts inside a launch, with the launch's processes and sizes."""
-    sizes = replace(launch.parallelism, autotp=engine.parallelism.autotp)
-    return replace(engine, num_processes=launch.num_processes, parallelism=sizes)
-
-
 # --- Where engines are read -----------------------------------------------------------------------
 
 _KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
 
 
 def from_yaml(path: str | Path) -> Engine:
-    """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them.
+    """Read the engine of an Accelerate YAML. The rules report illegal values, so none raises here.
 
-    Raises `UserError` for an empty file, on which accelerate launch ends in a traceback.
+    Raises `UserError` for an empty file, on which `accelerate launch` ends in a traceback.
     """
     raw = read_yaml(path, "--accelerate_config")
     if not raw:
@@ -205,7 +145,7 @@ def from_yaml(path: str | Path) -> Engine:
 
 
 def from_deepspeed(config: str | Json) -> Engine:
-    """The engine of Trainer's own `--deepspeed`: a DeepSpeed JSON, or its content."""
+    """Read the engine of Trainer's own `--deepspeed`: a DeepSpeed JSON's path, or its content."""
     source = config if isinstance(config, str) else "--deepspeed"
     return _as_deepspeed(Engine("deepspeed", source), {"deepspeed_config_file": config})
 
@@ -221,7 +161,7 @@ _DEEPSPEED_VARIABLES = {
 
 
 def from_environment(environment: Mapping[str, str]) -> Engine | None:
-    """The engine that `accelerate launch` or torchrun has set up; None if neither started us."""
+    """The engine that `accelerate launch` or torchrun has set up; None without either."""
     engine = Engine(
         kind="single",
         source="the launcher",
@@ -261,10 +201,9 @@ def deepspeed_json(section: Json) -> Json | None:
 
 
 def _as_deepspeed(engine: Engine, section: Json) -> Engine:
-    """The engine with the stage and offload of a YAML's `deepspeed_config`, or of its DeepSpeed
-    JSON.
+    """Add the stage and offload of a YAML's `deepspeed_config`, or of the DeepSpeed JSON it names.
 
-    A stage that the YAML leaves out is 2, accelerate's default; in a JSON it is 0, DeepSpeed's.
+    A missing stage counts as 2 in a YAML (accelerate's default) and as 0 in a JSON (DeepSpeed's).
     """
     named = deepspeed_json(section)
     content = named or {}
@@ -286,9 +225,9 @@ def _device(section: object, plain: object) -> str:
 
 
 def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
-    """The engine of Trainer's own `--fsdp` with these words, and of its `fsdp_config`.
+    """Read the engine of Trainer's own `--fsdp` (its words) and of `--fsdp_config` (`config`).
 
-    Trainer's version wins over that of an FSDP launch; offload is on if either asks for it.
+    Trainer's FSDP version wins over the launch's. Offload is on if either of the two asks for it.
     """
     content = config if isinstance(config, Mapping) else read_json(str(config or ""))[0] or {}
     section = {str(key).removeprefix("fsdp_"): value for key, value in content.items()}
@@ -297,7 +236,7 @@ def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
 
 
 def _as_fsdp(engine: Engine, version: object, offload: object) -> Engine:
-    """The engine as FSDP of this version, which offloads parameters and optimizer together."""
+    """Make the engine FSDP of this version. FSDP offloads parameters and optimizer together."""
     device = "cpu" if str(offload).lower() in ("true", "1") else "none"
     return replace(engine, kind="fsdp", fsdp_version=_int(version), offload_optimizer=device, offload_param=device)
 
@@ -308,7 +247,7 @@ def _section(content: Mapping[str, Any], name: str) -> Json:
 
 
 def _number(value: Any) -> Any:
-    """Text of digits as a number, as the launchers read it; anything else as it is."""
+    """Return digits as a number, as the launchers read them, and any other value unchanged."""
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 

@@ -1,4 +1,4 @@
-"""Files that a user names: where they are, and the settings in their YAML or JSON."""
+"""Finds the files that a user names, and reads YAML and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes.legal.schema import Json, hf_home
 
 
 def expanded(name: str | Path) -> Path:
-    """The path with ~ expanded. The name of an unknown user stays, where Path.expanduser raises."""
+    """The path with ~ expanded. An unknown user's ~name stays as it is; Path.expanduser raises."""
     return Path(os.path.expanduser(name))  # noqa: PTH111
 
 
@@ -29,24 +29,24 @@ def nearest(name: object, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def shipped(name: str, folder: str = "accelerate_configs") -> Path:
-    """A shipped Accelerate YAML: in the installed package, or beside it in a checkout."""
+    """The path of a shipped Accelerate YAML, in the installed package or in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / folder / name
     return inside if inside.exists() else package.parent / folder / name
 
 
 def launch_with(name: str) -> str:
-    """The start of a command that launches with a shipped YAML, as a person would type it."""
+    """`accelerate launch --config_file ...` with a shipped YAML, as a person would type it."""
     path = shipped(name)
     near = path.is_relative_to(Path.cwd())
     return f"accelerate launch --config_file {path.relative_to(Path.cwd()) if near else path}"
 
 
 def find_yaml(name: str | Path, subject: str = "--accelerate_config", beside: str = "", source: str = "") -> Path:
-    """The Accelerate YAML at a path, relative to the folder of the file `beside`; or if there is
-    none, the shipped one of that name.
+    """Find an Accelerate YAML by its path, relative to the folder of the file `beside`; else find
+    the shipped YAML of that name.
 
-    Raises `UserError` about `subject` for anything else.
+    Raises `UserError` about the flag `subject` if there is neither.
     """
     path = existing_path(str(Path(beside).parent / expanded(name)))
     if path and not path.is_dir():
@@ -59,7 +59,7 @@ def find_yaml(name: str | Path, subject: str = "--accelerate_config", beside: st
 
 
 def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
-    """The user's own default, which `accelerate launch` reads if it is given no YAML."""
+    """The user's default file, which `accelerate launch` reads without --config_file; or None."""
     names = ("default_config.yaml", "default_config.json")
     return next((file for name in names if (file := hf_home(environment) / "accelerate" / name).is_file()), None)
 
@@ -68,9 +68,9 @@ def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
-    """The mapping in a YAML file. Raises `UserError` about the flag `subject` if there is none.
+    """Read the mapping in a YAML file. Raises `UserError` about the flag `subject` without one.
 
-    With `as_text` every value is text, as it was written: `8:00:00` is otherwise 28800 to YAML.
+    With `as_text` every value stays text: YAML would read `8:00:00` as 28800.
     """
     import yaml  # `recipes list` needs none
 
@@ -92,7 +92,7 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
 
 
 def read_json(file: str | Path) -> tuple[Json | None, str]:
-    """The object in a JSON file and an empty text; or None, and what is wrong with the file."""
+    """Read the object in a JSON file: (object, ""), or (None, what is wrong with the file)."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError:

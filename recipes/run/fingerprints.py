@@ -1,4 +1,4 @@
-"""Fingerprints of data and models, by which a run recognises that another one reads the same."""
+"""Fingerprints of data and models: equal fingerprints mean that two runs read the same files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METHOD = "sha256-"
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 4096  # of more than 256 MiB: reading terabytes would take hours
 
-# What transformers reads from a model's folder, which may hold records and checkpoints too.
+# The files that transformers reads from a model's folder. The folder may hold other files too.
 MODEL_FILES = (
     "config.json", "generation_config.json", "adapter_config.json", "*.index.json", "*.safetensors", "*_model*.bin",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.jinja", "*.py",
@@ -27,13 +27,13 @@ MODEL_FILES = (
 
 
 def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
-    """A hash of a local file, or of all files in a folder. None for data of the Hub, or if a file
+    """Hash a local file, or all files in a folder. Returns None for data of the Hub, and if a file
     cannot be read.
 
-    Without data it is the hash of the demonstration's texts, the standard library of this Python.
-    The hash of a mixture combines each part's hash, or its name on the Hub, with the settings of
-    the part. Up to 256 MiB are read whole; of more, 4,096 blocks at equal distances and the ends of
-    the files.
+    Without data, hash the demonstration's texts: the standard library of this Python. The hash of a
+    mixture combines each part's hash (or its name on the Hub) with the settings of that part. Data
+    of up to 256 MiB are read whole. Of larger data, 4,096 blocks at equal distances and the end of
+    each file are read.
     """
     if not dataset_name:
         return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -48,9 +48,9 @@ def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
 
 
 def of_model(name: str | None, revision: str = "main") -> str | None:
-    """A hash of a local folder's weights, configuration and tokenizer. For a model on the Hub it is
-    `commit` and the commit that the local cache has for this revision. None if unknown, or no
-    model.
+    """Hash a local folder's weights, configuration and tokenizer. For a model on the Hub, return
+    `commit` and the commit that the local cache holds for this revision. None without a model, or
+    if the commit is unknown.
     """
     if not name:
         return None
@@ -69,12 +69,12 @@ def of_model(name: str | None, revision: str = "main") -> str | None:
 
 
 def differ(one: object, other: object) -> bool:
-    """True for two fingerprints of different contents. An unknown one differs from none."""
+    """True if two fingerprints differ. An unknown fingerprint (None) never counts as different."""
     return isinstance(one, str) and isinstance(other, str) and one != other
 
 
 def _hash_of(files: Iterable[Path], folder: Path | None = None) -> str | None:
-    """The hash of files and of their names in a folder. None if one cannot be read."""
+    """Hash files and their names relative to a folder. Returns None if a file cannot be read."""
     digest = hashlib.sha256()
     try:
         sizes = {file: file.stat().st_size for file in sorted({file for file in files if file.is_file()})}

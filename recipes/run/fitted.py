@@ -23,7 +23,7 @@ _SETTINGS = (
 
 
 def identity(run: RunSpec) -> Json:
-    """The training, world, devices and data that a fit holds for, as plain JSON values."""
+    """Describe the run that a fit is valid for: settings, world, devices and data, as JSON."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
@@ -35,14 +35,14 @@ def identity(run: RunSpec) -> Json:
 
 
 def read(folder: str | Path) -> Json:
-    """The fit in a folder; empty if it is missing or damaged."""
+    """Read fit.json in a folder; empty if the file is missing or damaged."""
     file = Path(folder) / FIT
     content = read_json(file)[0]
     return {**content, "file": str(file)} if content else {}
 
 
 def with_fit(run: RunSpec) -> RunSpec:
-    """The run with the micro-batch of fit.json, if that was found for this run; else unchanged."""
+    """Use the micro-batch of fit.json if it was measured for this very run."""
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return run
     fitted = batch(run, read(run["output_dir"])) if run["output_dir"] else None
@@ -50,7 +50,7 @@ def with_fit(run: RunSpec) -> RunSpec:
 
 
 def batch(run: RunSpec, fit: Json) -> Batch | None:
-    """The batch of a fit that was found for exactly this run; None for any other fit."""
+    """The batch of a fit that was measured for exactly this run; None for any other fit."""
     if not fit or fit.get("holds_for") != identity(run):
         return None
     split = as_batch(run, fit)
@@ -58,6 +58,6 @@ def batch(run: RunSpec, fit: Json) -> Batch | None:
 
 
 def as_batch(run: RunSpec, fit: Json) -> Batch:
-    """The batch of a fit for this run. Its reason is the measured peak of memory."""
+    """Turn a fit into a batch. The batch's reason is the measured peak of memory."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
     return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason, FIT)

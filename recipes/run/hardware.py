@@ -1,8 +1,8 @@
-"""This machine's hardware, read without importing torch.
+"""Reads this machine's hardware without importing torch.
 
-The CUDA driver itself lists the GPUs (libcuda through ctypes). It honours CUDA_VISIBLE_DEVICES
-exactly as torch does, creates no context, and answers in milliseconds. A machine without that
-library trains on its CPU.
+The CUDA driver itself lists the GPUs (libcuda through ctypes). The driver honours
+CUDA_VISIBLE_DEVICES exactly as torch does, creates no context, and answers in milliseconds. A
+machine without libcuda trains on its CPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Hardware:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s of one GPU; None if unknown, as for a slice of one (MIG)."""
+        """Peak dense bf16 FLOP/s of one GPU; None if unknown, for example for a MIG slice."""
         try:
             return find(self.gpus[0].name).peak_flops if self.gpus else None
         except UserError:
@@ -67,16 +67,17 @@ class Hardware:
 
 
 def read() -> Hardware:
-    """The hardware of this machine. Never raises: an unreadable fact is left out."""
+    """Read this machine's hardware. Never raises: a fact that cannot be read is left out."""
     liger = importlib.util.find_spec("liger_kernel") is not None
     return Hardware(_cuda_gpus(), usable_cores(), liger)
 
 
 def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The CPU cores that this process may use, at least 1: its affinity, or its container's limit.
+    """The number of CPU cores that this process may use, at least 1.
 
-    `docker --cpus` and Kubernetes' `limits` are a share of time, which no affinity shows. A limit
-    of 1.5 cores counts as 1. joblib.cpu_count reads the same file, and is slow to import.
+    The number is the process's CPU affinity or its container's limit, whichever is lower.
+    `docker --cpus` and Kubernetes' `limits` restrict CPU time, which the affinity does not show. A
+    limit of 1.5 cores counts as 1. joblib.cpu_count reads the same file, and is slow to import.
     """
     affine = hasattr(os, "sched_getaffinity")  # of a Slurm job or a container, not of the machine
     cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1

@@ -1,14 +1,14 @@
 """NVIDIA GPUs by name, for planning a run on a card that this machine does not have.
 
-A card has three sizes: what it is sold as, what nvidia-smi shows as its total, and what CUDA and
-torch can allocate. The driver keeps the difference of the last two, a quarter to nine tenths of a
-GiB, so a plan must fit the third: `torch_bytes`, the least that was seen, since it varies with the
-driver. ECC is as shipped: on for data centre cards, where it costs GDDR6 a sixteenth of the memory,
-off for RTX A6000 and RTX 6000 Ada.
+A GPU has three memory sizes: the size on the box, the total that nvidia-smi shows, and the memory
+that CUDA and torch can allocate. The driver keeps 0.25 to 0.9 GiB of the total for itself, so a
+plan must fit the third size. `torch_bytes` is the smallest such size that was seen, since it varies
+with the driver. ECC is as shipped: on for data centre GPUs, where it takes a sixteenth of GDDR6
+memory, and off for RTX A6000 and RTX 6000 Ada.
 
 Peaks are for dense matrices with fp32 accumulation at the boost clock: half of what a datasheet
-shows "with sparsity". The table is known_gpus.csv: sizes in MiB, as nvidia-smi and torch print
-them, where the total was seen, and where the peak is from.
+shows "with sparsity". The table known_gpus.csv has sizes in MiB, as nvidia-smi and torch print
+them, and the sources of the total and of the peak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recipes.errors import mistake
 class KnownGpu:
     """`gigabytes` is the size on the box, `torch_bytes` the memory that torch can allocate.
 
-    `peak_flops` is FLOP/s in bf16, None for a card without it, which has `peak_fp16_flops` instead.
+    `peak_flops` is FLOP/s in bf16. It is None for a GPU without bf16, which has `peak_fp16_flops`.
     """
 
     name: str
@@ -37,9 +37,9 @@ class KnownGpu:
 
 
 def find(name: str) -> KnownGpu:
-    """The card that a user or a driver calls `name`. "H100" and "H200" alone are the SXM modules.
+    """Find the GPU that a user or a driver calls `name`. "H100" and "H200" mean the SXM modules.
 
-    Raises `UserError` for a name that is not in the catalogue, or belongs to several cards.
+    Raises `UserError` for a name that is not in the table, or that several GPUs share.
     """
     chip, gigabytes = _read(name)
     same_chip = [gpu for gpu in CATALOGUE if _read(gpu.name)[0] == chip]
@@ -54,7 +54,7 @@ def find(name: str) -> KnownGpu:
 
 
 def _read(name: str) -> tuple[str, int | None]:
-    """The chip and the size in GB, if any, of a card: ("a100", 80) of "NVIDIA A100-SXM4-80GB"."""
+    """Read chip and GB from a name: ("a100", 80) from "NVIDIA A100-SXM4-80GB"; GB may be None."""
     spelling = re.sub(r"[^a-z0-9]+", " ", name.lower())
     size = re.search(r"\b(\d{2,3}) ?(gi?b?)?\b", spelling)
     if size:

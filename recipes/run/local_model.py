@@ -1,4 +1,4 @@
-"""A model's configuration, and a local folder of a model, read without transformers."""
+"""Reads a model's configuration and its local folder without importing transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # as g
 # The names that types of models have for their longest sequence.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 
-# These number positions from `pad_token_id + 1`, so that many of their position embeddings are
-# never used.
+# Types that number positions from `pad_token_id + 1`: they never use the position embeddings below.
 OFFSET_POSITIONS = {
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -29,30 +28,30 @@ def model_folder(name: str | None) -> Path | None:
 
 
 def local_config(name: str | None) -> Json | None:
-    """The content of the folder's config.json, or of a named one; None if it cannot be read."""
+    """The content of the config.json in a model's folder, or of a .json file; else None."""
     folder = model_folder(name)
     file = folder / "config.json" if folder else existing_path(name)
     return None if file is None or file.suffix != ".json" else read_json(file)[0]
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """The files of a model, whole or in shards; empty for a folder without one."""
+    """The weight files in a folder, whole or in shards; empty if the folder holds no model."""
     return [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
 def is_git_lfs_pointer(file: Path) -> bool:
-    """True for what `git clone` without git-lfs leaves in the place of a large file."""
+    """True for the small pointer file that `git clone` without git-lfs writes for a large file."""
     with file.open("rb") as opened:
         return opened.read(512).startswith(b"version https://git-lfs")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section that describes the decoder, or the configuration itself if it has no sections."""
+    """The decoder's section of a configuration, or the configuration if it has no sections."""
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """True for the weights of a sequence classifier, which load into a language model without an
+    """True if the weights are a sequence classifier's: they load into a language model without an
     error.
     """
     names = config.get("architectures")

@@ -11,13 +11,13 @@ METRICS = {
     ),
     "regression": ("mse", "mae", "r2"),
 }  # fmt: skip
-IN_SHORT = ("accuracy", "f1_macro", "mae", "r2")  # of these, in the line that an evaluation prints
+IN_SHORT = ("accuracy", "f1_macro", "mae", "r2")  # the metrics in the line that an evaluation prints
 _SMALLER = ("loss", "mse", "mae")
 
 
 def smaller_is_better(metric: str) -> bool | None:
-    """True if a smaller value of this metric is better, with or without `eval_` before its name.
-    None for a metric that only its script knows.
+    """True if a smaller value of this metric is better. The name may start with `eval_`. None for a
+    metric of the user's own script.
     """
     name = metric.removeprefix("eval_")
     if name in _SMALLER:
@@ -26,5 +26,5 @@ def smaller_is_better(metric: str) -> bool | None:
 
 
 def is_figure(metric: str) -> bool:
-    """False for the time and speed of an evaluation, which Trainer reports beside its metrics."""
+    """True for a metric; False for the times and speeds that Trainer reports beside the metrics."""
     return not metric.endswith(("_runtime", "_per_second", "_time"))

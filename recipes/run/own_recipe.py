@@ -1,6 +1,6 @@
-"""Recipes by name: a shipped one, or a user's own in a YAML or a Python file.
+"""Finds recipes by name: a shipped one, or a user's own in a YAML or a Python file.
 
-A YAML states a base and what it changes, each value with its reason, as the catalogue does:
+A YAML states a base and the changes to it, each value with its reason, as the catalogue does:
 
     base: fast                 # a shipped recipe
     purpose: Fine-tuning on our support tickets.
@@ -9,8 +9,8 @@ A YAML states a base and what it changes, each value with its reason, as the cat
     changes:
       learning_rate: [5.0e-5, best of the three that we tried]
 
-A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`, named as
-`mine.py:function`. It may build on another such function.
+A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Its name
+is `mine.py:function`. The recipe may build on that of another such function.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _EARLY = (*BATCH_FIELDS, *_OF_A_RECIPE, "model_name_or_path", "dataset_name", "u
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of this name, or the one in the file of this name.
+    """Find the shipped recipe of this name, or read the recipe in the file of this name.
 
-    Raises `UserError` with everything that is wrong with the name or the file.
+    Raises `UserError` with every mistake in the name or in the file.
     """
     if name in RECIPES:
         return RECIPES[name]()
@@ -51,10 +51,10 @@ def find_recipe(name: str) -> Recipe:
 
 
 def own_settings(recipe: Recipe) -> dict[str, Setting]:
-    """The fixed values in a user's own files, as settings that the user wrote.
+    """The fixed values of a user's own recipe, as settings that the user wrote.
 
-    A rule that asks whether a setting was written finds them written. Values of a shipped base, and
-    those that depend on the run, are decided as for every recipe.
+    Rules that ask whether the user wrote a setting then find these written. Values of the shipped
+    base, and values that depend on the run, are decided as in every recipe.
     """
     values = recipe.changes.items() if recipe.files else ()
     stated = {name: value for name, value in values if isinstance(value, tuple) and name not in _OF_A_RECIPE}
@@ -102,7 +102,7 @@ def _from_python(file: str, name: str) -> Recipe:
 
 
 def _run(file: str, function: Callable, *arguments: object) -> Any:
-    """Call a function of a user's file. Raises `UserError` for anything that it raises."""
+    """Call a function of a user's file. Raises `UserError` for any error in that function."""
     try:
         return function(*arguments)
     except UserError:
@@ -116,9 +116,9 @@ def _run(file: str, function: Callable, *arguments: object) -> Any:
 
 
 def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
-    """The recipe with its changes under their names and in their types, and with its engine found.
+    """Check each change's name and type, and find the engine's YAML.
 
-    Raises `UserError` with these problems and all others.
+    Raises `UserError` with the given `problems` and all that are found here.
     """
     file, changes = recipe.files[0], {}
     if recipe.name in RECIPES or not re.fullmatch(r"[\w.-]+", recipe.name):
@@ -138,7 +138,7 @@ def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
 
 
 def _change(name: str, value: Any, file: str) -> Value | None:
-    """One change, as the catalogue has it. Raises `UserError` if it is not legal."""
+    """Check one change, and return it as the catalogue writes it. Raises `UserError`."""
     if name in _OF_A_RECIPE:
         return _of_a_recipe(name, value, file)
     if name not in legal.settings():
@@ -163,7 +163,7 @@ def _of_a_recipe(name: str, value: Any, file: str) -> Decision:
 
 
 def _decision(name: str, pair: Any, file: str) -> Decision:
-    """A value of the right type with its reason. Raises `UserError` for anything else."""
+    """Convert a value to its type, beside its reason. Raises `UserError` if either is wrong."""
     is_words = _is_pair(pair) and "list" in legal.settings()[name].types and isinstance(pair[0], str)
     if not _is_pair(pair) or (is_words and " " not in pair[1].strip()):  # [q_proj, v_proj] is a list of two
         value = repr(pair) if isinstance(pair, (str, int, float)) else "value"

@@ -1,15 +1,25 @@
-"""The place of a run: its processes, their machine, and how they are launched."""
+"""The place of a run (processes, machine, launch), and the engine that trains there."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from recipes.catalog import Recipe
 from recipes.run import hardware
-from recipes.run.engine import Engine, from_yaml
-from recipes.run.files import find_yaml
+from recipes.run.engine import (
+    Engine,
+    exported_sizes,
+    from_deepspeed,
+    from_environment,
+    from_yaml,
+    sizes_of,
+    with_fsdp,
+)
+from recipes.run.files import find_yaml, shipped
 from recipes.run.hardware import Hardware
 
 
@@ -17,12 +27,12 @@ from recipes.run.hardware import Hardware
 class Place:
     """The processes of a run and their machine, before the launch or in a launched process.
 
-    `world_size` counts all processes, `local_world_size` those of a node. `packages` are known to
-    be installed where the run goes; None if it trains in this environment. `yaml` is the engine of
-    the Accelerate YAML that the user names for the launch; None leaves it to the recipe.
-    `launched`: this is a process of train.py, whose variables say which engine is set up.
-    `trained_by` is train.py, a script of the user's own, or nobody yet: a plan needs neither a
-    model nor data, and never trains the demonstration.
+    `world_size` counts all processes, `local_world_size` the processes of one node. `packages` are
+    those known to be installed on the machine that will train; None if the run trains in this
+    environment. `yaml` is the engine of the Accelerate YAML that the user names for the launch;
+    None means that the recipe decides. `launched` is True in a process of train.py: its environment
+    variables then say which engine the launcher has set up. `trained_by` is train.py, the user's
+    own script, or nobody: a plan needs neither a model nor data, and trains nothing.
     """
 
     world_size: int
@@ -53,10 +63,10 @@ def here(
     local_world_size: int | None = None,
     **known: Any,
 ) -> Place:
-    """This machine, as a process finds it; `known` are fields of `Place` that it should not read.
+    """Describe this machine. `known` are fields of `Place` that the caller knows already.
 
-    The world size is the given one, or that of the Accelerate YAML `accelerate_config`, or 1.
-    Raises `UserError` if that file cannot be read.
+    The world size is the given one, else `num_processes` of the Accelerate YAML
+    `accelerate_config`, else 1. Raises `UserError` if the YAML cannot be read.
     """
     yaml = from_yaml(find_yaml(accelerate_config)) if accelerate_config else None
     size = world_size or max(1, (yaml and yaml.num_processes) or 1)  # a rule reports a count below 1
@@ -68,3 +78,59 @@ def here(
     if yaml and yaml.kind != "deepspeed":  # its launcher exports its own
         environment = {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_DYNAMO_")}
     return Place(size, local_world_size or size, environment=environment, yaml=yaml, **known)
+
+
+# --- Which engine trains --------------------------------------------------------------------------
+
+
+def launch_yaml(recipe: Recipe, deepspeed: object) -> Path:
+    """The Accelerate YAML to launch with if the user names none: the recipe's own. With
+    `--deepspeed` it is the YAML of plain DDP, since accelerate then refuses DeepSpeed in a YAML.
+    """
+    return shipped("standard.yaml" if deepspeed else recipe.engine)
+
+
+def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine:
+    """The engine that trains. For the user's own script it is the engine to launch the script with.
+    `given` are the values that the user wrote.
+
+    The launch sets up an engine. train.py replaces that engine in two cases: the user gives
+    `--deepspeed` or `--fsdp`; or the recipe shards or offloads, and the launch is plain DDP or one
+    process. The sizes of process groups come from the argument parallelism_config, else from the
+    engine's YAML, else from the launcher's variables.
+    """
+    deepspeed, can_shard = given.get("deepspeed"), place.hardware.can_shard
+    launch = _launched_engine(place) if place.launched else place.yaml or from_yaml(launch_yaml(recipe, deepspeed))
+    engine = launch
+    if deepspeed:
+        engine = _inside(launch, from_deepspeed(deepspeed))
+    elif launch.kind in ("single", "ddp"):
+        own = from_yaml(shipped(recipe.engine))
+        if own.kind == "deepspeed" or (own.kind == "fsdp" and can_shard):
+            engine = _inside(launch, own)
+    if engine.kind in ("ddp", "fsdp") and can_shard and given.get("fsdp"):
+        engine = with_fsdp(engine, given["fsdp"], given.get("fsdp_config"))
+    sizes, autotp = engine.parallelism, engine.parallelism.autotp
+    around = from_environment(place.environment) if place.own_script else None  # a script asks once it is launched
+    if around is not None and around.kind == "deepspeed" and not deepspeed:
+        autotp = around.parallelism.autotp
+    if (config := given.get("parallelism_config")) is not None:
+        sizes = sizes_of(vars(config), "argument")
+    elif not sizes.source:
+        sizes = exported_sizes(place.environment)
+    return replace(engine, parallelism=replace(sizes, autotp=autotp))
+
+
+def _launched_engine(place: Place) -> Engine:
+    """The engine that a launcher has set up for this process. accelerate uses FSDP on GPUs only: on
+    a CPU, an FSDP launch trains plain DDP.
+    """
+    ignored = () if place.hardware.can_shard else ("ACCELERATE_USE_FSDP",)
+    around = from_environment({name: value for name, value in place.environment.items() if name not in ignored})
+    return around or from_yaml(shipped("single.yaml"))
+
+
+def _inside(launch: Engine, engine: Engine) -> Engine:
+    """The engine that train.py starts itself, with the processes and group sizes of the launch."""
+    sizes = replace(launch.parallelism, autotp=engine.parallelism.autotp)
+    return replace(engine, num_processes=launch.num_processes, parallelism=sizes)

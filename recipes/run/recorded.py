@@ -1,9 +1,9 @@
-"""run.json, read again: the settings of an earlier run, to train it once more.
+"""Reads the settings of an earlier run from its run.json, to train the run once more.
 
-The values that the user wrote are written again, and the rest follows from them as it did then.
-Where a value would be another one here (another version, a limit of the model, a micro-batch that
-`--fit` found), the recorded one is written too, unless the machine decided it and this is another
-machine.
+The values that the user wrote are given again, and the other values follow from them. Where such a
+value would now differ (another library version, a limit of the model, a micro-batch that `--fit`
+found), the recorded value is given too. The exception is a value that the machine decided, if this
+is another machine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _INPUTS = (
     "recipe", "model_name_or_path", "dataset_name", "deepspeed", "fsdp_config", "accelerator_config",
     "resume_from_checkpoint",
 )  # fmt: skip
-# Settings of that one start: where the others came from, whether to start over or to train nothing,
-# and the folder, which belongs to the run.
+# Settings of that one start: the file of the other settings, flags to start over or to train
+# nothing, and the output folder, which belongs to the recorded run.
 _NOT_REPEATED = ("config", "fresh", "fit_only", "output_dir")
 _DERIVED = (
     BATCH, FIT, BEST_MODEL, LIBRARY, "hardware", "limit", "data", "default", "demonstration", "metric_for_best_model",
@@ -41,14 +41,14 @@ _DERIVED = (
 
 
 def file_of(path: str | Path) -> Path:
-    """The run.json in an output folder; any other path as it is."""
+    """The path of the run.json in an output folder; any other path unchanged."""
     return Path(path) / NAME if os.path.isdir(path) else Path(path)  # noqa: PTH112, Path's raises for a long name
 
 
 def read(path: str | Path, subject: str) -> Json:
-    """The record of a run, from its output folder or its run.json.
+    """Read the record of a run from its output folder or its run.json.
 
-    Raises `UserError` about `subject` for anything else.
+    Raises `UserError` about the flag `subject` if the path is neither.
     """
     content, fault = read_json(file_of(path))
     if content is None or not _is_record(content):
@@ -67,13 +67,13 @@ def _is_record(content: Json) -> bool:
 
 
 def is_record_at(path: str) -> bool:
-    """True if --config names a run.json, by its name or its content, or a folder."""
+    """True if the path is a folder, a file named run.json, or a JSON with the content of one."""
     file = file_of(path)
     return file.name == NAME or (file.suffix == ".json" and _is_record(read_json(file)[0] or {}))
 
 
 def began_from(output_dir: str, checkpoint: str) -> bool:
-    """True if the run in an output folder began from this checkpoint, as its record says."""
+    """True if the run.json of an output folder says that its run began from this checkpoint."""
     run = (read_json(Path(output_dir, NAME))[0] or {}).get("run")
     return isinstance(run, dict) and run.get("began_from") == os.path.realpath(checkpoint)
 
@@ -82,8 +82,8 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """The values that the user of the run wrote, without secrets. A secret that is not `given` anew
-    is a problem.
+    """The values that the user wrote for the recorded run, without secrets. Each secret that is not
+    `given` again becomes a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}
@@ -104,8 +104,8 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
-    """The recorded values that differ from those of `derived`: a run with the same settings written
-    and everything else decided here, for the recorded number of processes.
+    """The recorded values that this machine would decide differently. `derived` is a run with the
+    same written settings and the recorded number of processes, decided here.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
@@ -134,13 +134,13 @@ def is_derived(source: str) -> bool:
 
 
 def is_legal(name: str, value: Any) -> bool:
-    """True if the installed libraries accept the value: a default of another version may not be."""
+    """True if the installed libraries accept the value, such as another version's default."""
     problems: list[Problem] = []
     return bool(accept({name: value}, NAME, problems)) and not problems
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: a tuple is a list, a path text."""
+    """Convert a value to its JSON form: a tuple becomes a list, a path becomes text."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -148,14 +148,14 @@ def plain(value: Any) -> Any:
 
 
 def places_of(run: RunSpec) -> dict[str, str]:
-    """Setting -> the file or folder that it names, absolute. A mixture's parts are left out."""
+    """Setting -> absolute path of the file or folder that it names, without a mixture's parts."""
     named = {name: re.sub(r"(?<=\.py):\w*$", "", run[name]) for name in _INPUTS if isinstance(run[name], str)}
     return {name: str(expanded(path).resolve()) for name, path in named.items() if paths_of(path)}
 
 
 def _found(record: Json, name: str, value: Any) -> Any:
-    """The value of a setting. A path that is not found from here becomes the recorded
-    absolute path, if that exists.
+    """The value of a setting. If a relative path is not found from here, the recorded absolute path
+    takes its place, provided that it exists.
     """
     then = (record.get("paths") or {}).get(name)
     if not then or not isinstance(value, str) or ":" in value or paths_of(value):  # mine.py:mine is its function
@@ -164,6 +164,6 @@ def _found(record: Json, name: str, value: Any) -> Any:
 
 
 def at_a_place(record: Json) -> set[str]:
-    """The settings that named files or folders, or several sources of data."""
+    """The settings that name files or folders, or several sources of data."""
     several = {"dataset_name"} if isinstance(_value(record, "dataset_name"), list) else set()
     return several | (record.get("paths") or {}).keys()

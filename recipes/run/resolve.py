@@ -1,8 +1,8 @@
-"""`resolve()`: command line > file > recipe > library default, together in one `RunSpec`.
+"""`resolve()` makes one `RunSpec` of command line > file > recipe > library default.
 
-What the user wrote is collected here. `RunSpec.setting` decides every other value when it is asked.
-
-A wrong setting does not raise: problems are collected, so that `check` reports all of them.
+This page collects the values that the user wrote. `RunSpec.setting` decides any other value when
+somebody asks for it. A wrong setting does not raise: `resolve` collects the problems, so that
+`check` reports all of them at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from recipes.errors import Problem, UserError
 from recipes.run import recorded
 from recipes.run.batch import Batch, data_parallel_size, split
 from recipes.run.command_line import accept, parse, read_config
-from recipes.run.engine import Engine, engine_for
+from recipes.run.engine import Engine
 from recipes.run.own_recipe import find_recipe, own_settings
-from recipes.run.place import Place, here
+from recipes.run.place import Place, engine_for, here
 from recipes.run.spec import BATCH_FIELDS, LIBRARY, RunSpec, Setting, Settings
 
 Given = Mapping[str, Setting]
@@ -30,10 +30,10 @@ def resolve(
     settings: Settings | None = None,
     settings_source: str = "argument",
 ) -> RunSpec:
-    """The run of train.py's command line `argv` at a place, by default this machine, one process.
+    """Resolve train.py's command line `argv` at a place, by default one process on this machine.
 
-    `settings` count as `argv` does, and come from `settings_source`. Problems are in
-    `run.problems`. Raises `UserError` for a file that cannot be read.
+    `settings` have the same rank as `argv`; `settings_source` says where they come from. Problems
+    are collected in `run.problems`. Raises `UserError` for a file that cannot be read.
     """
     problems: list[Problem] = []
     place = place or here()
@@ -50,7 +50,7 @@ def resolve(
 
 
 def _settings_of_file(path: str, given: Given, place: Place, problems: list[Problem]) -> Given:
-    """The settings of --config: a YAML's, or those that repeat the run of a run.json."""
+    """The settings in the file of --config: a YAML, or the run.json of a run to be repeated."""
     if not recorded.is_record_at(path):
         return read_config(path, problems)
     record = recorded.read(path, "config")
@@ -72,7 +72,7 @@ def _find_recipe(given: Given, problems: list[Problem]) -> Recipe:
 
 
 def _split(recipe: Recipe, place: Place, engine: Engine, given: Given, problems: list[Problem]) -> Batch:
-    """The global batch split over the processes; a stand-in if that is impossible."""
+    """Split the global batch over the processes. If that is impossible, return a batch of 1."""
     total, micro, accumulation = (given[name].value if name in given else None for name in BATCH_FIELDS)
     if any(size is not None and size < 1 for size in (total, micro, accumulation)):
         return Batch(1, 1, place.world_size, "unknown: a size below 1 was given")  # a rule reports it

@@ -1,7 +1,7 @@
 """`RunSpec`: one resolved run, with the source and the reason of every value.
 
-A run is frozen. A fact that is known only later, such as the model's longest sequence, makes a new
-run.
+A run is frozen. When a fact becomes known later, such as the model's longest sequence, a new run is
+made from the old one.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ HIDDEN = "***"
 
 
 def shown(name: str, value: object) -> object:
-    """A value as it may be printed and recorded: a token is hidden."""
+    """The value as it may be printed and recorded: access tokens are replaced by asterisks."""
     return HIDDEN if value and name.endswith("_token") else value
 
 
 @dataclass(frozen=True, eq=False)
 class RunSpec(Mapping):
-    """One resolved run. `run[name]` is the value of a legal setting, `run.setting(name)` says why.
+    """One resolved run. `run[name]` is a setting's value; `run.setting(name)` adds the reason.
 
-    `given` are the settings that the user wrote; `limits` values that the user did not write,
-    lowered to what the model allows or read from the data; `model` the configuration of its model
-    once that is loaded, None before.
+    `given` are the settings that the user wrote. `limits` are settings that the user did not write
+    and that the model or the data decide, such as a lower max_length. `model` is the model's
+    configuration, None until the model's files are read.
     """
 
     recipe: Recipe
@@ -75,7 +75,7 @@ class RunSpec(Mapping):
         return sum(1 for _ in self)
 
     def setting(self, name: str) -> Setting:
-        """The value of a legal setting, its source and its reason. `KeyError` for any other."""
+        """A setting's value, source and reason. Raises `KeyError` for an unknown name."""
         name = legal.ALIASES.get(name, name)
         if name in self.given:
             return self.given[name]
@@ -88,11 +88,11 @@ class RunSpec(Mapping):
         return Setting(legal.settings()[name].default, LIBRARY)
 
     def explicit(self, name: str) -> bool:
-        """True for a setting that the user wrote, on the command line or in a file."""
+        """True if the user wrote the setting, on the command line or in a file."""
         return legal.ALIASES.get(name, name) in self.given
 
     def chosen(self) -> dict[str, Setting]:
-        """Every setting that is not the libraries' own default."""
+        """Every setting that somebody chose: all but the libraries' own defaults."""
         settings = {name: self.setting(name) for name in self}
         return {name: setting for name, setting in settings.items() if setting.source != LIBRARY}
 
@@ -104,7 +104,7 @@ class RunSpec(Mapping):
         return {newest.get(name, name): value for name, value in chosen.items()}
 
     def with_source(self, problem: Problem) -> Problem:
-        """The problem with the source of its setting, unless it has one."""
+        """Add the setting's source to the problem, unless the problem already has a source."""
         if problem.source or problem.subject not in legal.settings():
             return problem
         return replace(problem, source=self.setting(problem.subject).source)
@@ -125,12 +125,12 @@ class RunSpec(Mapping):
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes, or groups of processes, that get examples of their own."""
+        """The number of processes, or groups of processes, with examples of their own."""
         return max(1, self.world_size // self.engine.parallelism.sharing)
 
     @property
     def engine_title(self) -> str:
-        """The engine's display name. On a CPU, accelerate trains an FSDP launch as plain DDP."""
+        """The engine's display name. accelerate trains an FSDP launch on a CPU as plain DDP."""
         if self.engine.kind == "fsdp" and not self.hardware.can_shard:
             return replace(self.engine, kind="ddp", offload_optimizer="none", offload_param="none").title
         return self.engine.title
@@ -142,28 +142,28 @@ class RunSpec(Mapping):
 
     @property
     def outer_engine(self) -> Engine | None:
-        """The engine of the launch's YAML, if train.py starts another one inside it; else None."""
+        """The engine of the launch's YAML if train.py starts another one inside it; else None."""
         yaml = self.place.yaml
         return yaml if yaml and yaml.source != self.engine.source else None
 
     # --- The same run, with something changed ---
 
     def limited(self, name: str, limit: int | None, reason: str) -> RunSpec:
-        """The run with a value lowered to `limit`, unless the user wrote it, or it is lower."""
+        """Lower a value to `limit`, unless the user wrote the value or it is lower already."""
         if limit is None or self.explicit(name) or self[name] <= limit:
             return self
         return replace(self, limits={**self.limits, name: Setting(limit, "limit", reason)})
 
     def given_too(self, **settings: Any) -> RunSpec:
-        """The run as if these settings had been written too. Values that depend on them follow."""
+        """The run as if the user had also written these settings; dependent values change too."""
         given = {name: replace(self.setting(name), value=value) for name, value in settings.items()}
         return replace(self, given={**self.given, **given})
 
     # --- Values that the user did not write ---
 
     def _layers(self, name: str) -> Iterator[tuple[str, Value | None]]:
-        """The decisions about a value that the user did not write, and who made each, first to
-        last.
+        """Yield the candidates for a value that the user did not write, each with its source. The
+        first candidate that is not None counts.
         """
         if name in BATCH_FIELDS:
             sizes = dict(zip(BATCH_FIELDS, (self.batch.total, self.batch.micro, self.batch.accumulation), strict=True))
@@ -187,7 +187,7 @@ class RunSpec(Mapping):
             yield BEST_MODEL, self._saved_when_evaluated(name)
 
     def _saved_when_evaluated(self, name: str) -> Decision | None:
-        """Save every model that is evaluated, unless somebody says when to save; else None."""
+        """Save whenever the run evaluates. None if the user or the recipe says when to save."""
         strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is"
         if name == "save_strategy":
             says_when = self.explicit("save_steps") or self.recipe.stated("save_steps")

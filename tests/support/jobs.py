@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from launch.jobs.job import Job
 from recipes.run import here, resolve
-from recipes.run.engine import launch_yaml
 from recipes.run.hardware import Gpu, Hardware
+from recipes.run.place import launch_yaml
 
 
 def job(

@@ -1,8 +1,8 @@
-"""Facts about the installed libraries, read from their own classes.
+"""Facts about the installed libraries, read from the libraries' own classes.
 
-`schema` runs this in a process of its own, since the imports take seconds, and keeps the answer. A
-function returns the facts of one library by name; `schema.names` reads a list of them, for example
-`names("report_to")`. To add a fact, add it to its library's function.
+`schema` runs this module in a separate process, because the imports take seconds, and caches the
+answer. Each function returns the facts of one library by name. `schema.names` reads a fact that is
+a list: `names("report_to")`. To add a fact, add it to the function of its library.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any
 
 from recipes.legal.schema import Field, Json, fields_of, package_folder
 
-# Packages that the libraries import wherever they are installed, and that no fact needs. None in
-# sys.modules makes them look absent. Importing them took a quarter of the time.
+# Packages that the libraries import if they are installed, although no fact needs them. None in
+# sys.modules makes these packages look absent, which saves a quarter of the time.
 ABSENT: dict[str, Any] = dict.fromkeys(("bitsandbytes", "datasets", "scipy", "sklearn"))
 
 
 def main() -> None:
-    """Writes all facts as one JSON object to stdout, and whatever the libraries print to stderr.
+    """Write all facts as one JSON object to stdout. The output of the libraries goes to stderr.
 
-    Without torch, transformers or accelerate the process ends with their own error.
+    Without torch, transformers or accelerate, the process ends with the library's import error.
     """
     sys.modules.update(ABSENT)
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         found = {**trainer(), **accelerate()}
         for facts in OPTIONAL:
-            with contextlib.suppress(Exception):  # absent, broken, or a private name has gone: nothing is known
+            with contextlib.suppress(Exception):  # no facts: the package is absent or broken, or lacks a private name
                 found |= facts()
         json.dump(found, answer, default=_plain)
 
 
 def _plain(value: object) -> object:
-    """A field as its entries, a set as a list, and None for an object that JSON cannot hold."""
+    """Return a field as a dict, a set as a list, and None for an object that JSON cannot hold."""
     if isinstance(value, Field):
         return vars(value)
     return sorted(value) if isinstance(value, (set, frozenset)) else None
@@ -50,7 +50,7 @@ def _plain(value: object) -> object:
 
 
 def trainer() -> Json:
-    """The fields of TrainingArguments, and the names that its mappings and lists take."""
+    """Return the fields of TrainingArguments, and the names that its mappings and lists take."""
     from torch.utils.checkpoint import checkpoint
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -71,7 +71,7 @@ def trainer() -> Json:
 
 
 def accelerate() -> Json:
-    """The keys of an Accelerate YAML, of its sections, and of handlers that Trainer fills."""
+    """Return the keys of an Accelerate YAML, its sections, and the handlers that Trainer fills."""
     from accelerate import utils
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
@@ -85,7 +85,7 @@ def accelerate() -> Json:
     for section in ("fsdp", "fp8", "dynamo"):  # the prefix may be left out
         flags[section] |= {name.removeprefix(f"{section}_") for name in flags[section]}
     return {
-        "accelerate_yaml": [*_names(ClusterConfig), "fp16", "dynamo_backend"],  # it still converts these two
+        "accelerate_yaml": [*_names(ClusterConfig), "fp16", "dynamo_backend"],  # accelerate still converts the last two
         "accelerate_sections": {f"{section}_config": names for section, names in flags.items()},
         "ddp": _names(utils.DistributedDataParallelKwargs),
         "gradient_accumulation_kwargs": _names(utils.GradientAccumulationPlugin),
@@ -101,8 +101,8 @@ def _flags(group: Any) -> set[str]:
 
 
 def _words(source: str) -> set[str]:
-    """Every string in a source that is one word: the keys that code reads, where no class lists
-    them.
+    """Every string in a source that is one word. These include the keys that the code reads, which
+    no class lists.
     """
     constants = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     return {word for word in constants if isinstance(word, str) and word.isidentifier()}
@@ -112,7 +112,7 @@ def _words(source: str) -> set[str]:
 
 
 def optimizers() -> Json:
-    """Values of `optim`: those that ignore `optim_args`, and those that bitsandbytes runs."""
+    """Return the values of `optim` that ignore `optim_args`, and those that bitsandbytes runs."""
     from transformers import trainer_optimizer
 
     handlers = trainer_optimizer._OPTIMIZER_HANDLERS.items()
@@ -125,7 +125,7 @@ def optimizers() -> Json:
 
 
 def schedules() -> Json:
-    """The schedules whose function takes no warm-up: get_scheduler drops it silently."""
+    """Return the schedules that take no warm-up. get_scheduler silently drops their warm-up."""
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     takes = {name.value: inspect.signature(one).parameters for name, one in TYPE_TO_SCHEDULER_FUNCTION.items()}
@@ -133,7 +133,7 @@ def schedules() -> Json:
 
 
 def models() -> Json:
-    """transformers' model types: their classes by task, and those whose folder has another name."""
+    """Return transformers' model types, their classes by task, and folders named differently."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
     named = ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "MASKED_LM")
@@ -145,7 +145,7 @@ def models() -> Json:
 
 
 def liger() -> Json:
-    """Model types whose loss Liger computes without whole logits, unless it is told otherwise."""
+    """Return the model types whose loss Liger computes without whole logits by default."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     takes = {kind: inspect.signature(patch).parameters for kind, patch in MODEL_TYPE_TO_APPLY_LIGER_FN.items()}
@@ -154,9 +154,9 @@ def liger() -> Json:
 
 
 def deepspeed() -> Json:
-    """Keys of a DeepSpeed JSON, from its sources: importing DeepSpeed takes most of a second.
+    """Return keys of a DeepSpeed JSON, from its sources: importing DeepSpeed takes almost a second.
 
-    These are more than the legal keys at its top, so that none is refused: no class lists them.
+    No class lists the top-level keys. The answer holds more than those, so no legal key is refused.
     """
     folder = package_folder("deepspeed")
     if folder is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recipes.legal.schema import facts, names
 
-# The table of liger-kernel 0.8.5, for a plan where the package is not installed.
+# The table of liger-kernel 0.8.5, used if the package is not installed, as for a plan.
 _LIGER = frozenset(
     "deepseek_v2 deepseek_v3 deepseek_v4 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text glm4 glm4v glm4v_moe "
     "gpt_oss internvl llama llama4 llama4_text llava mllama mllama_text_model ministral mistral mixtral muse_glimmer "
@@ -15,15 +15,15 @@ _LIGER = frozenset(
 
 
 def model_class(model_type: str, task: str) -> str | None:
-    """The class of a task, such as `LlamaForCausalLM` of `causal_lm`; None if the type has none."""
+    """The type's class for a task, such as `LlamaForCausalLM` for `causal_lm`; None without one."""
     return facts().get("model_classes", {}).get(task.upper(), {}).get(model_type)
 
 
 def known_types() -> frozenset[str]:
-    """Every model type that this transformers has code for; empty if its tables are not found."""
+    """Every model type in the installed transformers; empty if its tables are not found."""
     return frozenset(names("model_types"))
 
 
 def types_with_fused_loss() -> frozenset[str]:
-    """Model types whose loss Liger computes without whole logits, unless it is told otherwise."""
+    """The model types whose loss Liger computes without whole logits by default."""
     return frozenset(names("liger")) or _LIGER

@@ -1,12 +1,12 @@
-"""Names that were renamed or removed, or belong elsewhere.
+"""Names of settings that were renamed or removed, or belong elsewhere, each with its fix.
 
-Legal names are never listed, nor is one whose nearest legal name is right, such as `num_workers`.
+No table lists a legal name, or a name whose nearest legal name is the right fix: `num_workers`.
 """
 
 from __future__ import annotations
 
 _GONE_5_0 = "was removed in transformers 5.0"
-_OTHER = "has another name"
+_OTHER = "has another name here"
 
 # old name -> (what happened, what to write instead), from transformers' release notes and sources
 RENAMED: dict[str, tuple[str, str]] = {
@@ -19,7 +19,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     "push_to_hub_token": (_GONE_5_0, "hub_token"),
     "group_by_length": ("was removed by transformers 5.2", "train_sampling_strategy with the value group_by_length"),
     "warmup_ratio": ("was removed by transformers 5.15", "warmup_steps with a value below 1, such as 0.03"),
-    "logging_dir": ("was removed by transformers 5.15", "the environment variable TENSORBOARD_LOGGING_DIR"),
+    "logging_dir": ("was removed by transformers 5.15", "set the environment variable TENSORBOARD_LOGGING_DIR"),
     "dispatch_batches": ("was moved by transformers 4.57", 'accelerator_config: {"dispatch_batches": ...}'),
     "split_batches": ("was moved by transformers 4.57", 'accelerator_config: {"split_batches": ...}'),
     "torch_dtype": ("has another name, as in transformers 5", "dtype"),
@@ -44,26 +44,26 @@ RENAMED: dict[str, tuple[str, str]] = {
     "resume": ("is not needed: resuming is automatic", "leave it out, or resume_from_checkpoint: FOLDER"),
 }
 
-_LAUNCHER = "after `accelerate launch`, before train.py"
-_DEEPSPEED = "deepspeed_config in the Accelerate YAML"
+_LAUNCHER = "write it after `accelerate launch`, before train.py"
+_DEEPSPEED = "set it in deepspeed_config of the Accelerate YAML"
 
 # name -> what to write instead, or where
 ELSEWHERE: dict[str, str] = {
-    "mixed_precision": "--bf16 or --fp16 here; mixed_precision is a key of the Accelerate YAML",
-    "num_processes": "`recipes train --num_processes N`, or after `accelerate launch`, before train.py",
+    "mixed_precision": "--bf16 or --fp16; mixed_precision is a key of the Accelerate YAML",
+    "num_processes": "`recipes train --num_processes N`, or write it after `accelerate launch`, before train.py",
     **dict.fromkeys("num_machines machine_rank main_process_ip main_process_port".split(), _LAUNCHER),
-    "accelerate_config": "`recipes train --accelerate_config FILE` or `accelerate launch --config_file FILE`, which "
-    "start train.py; before `--` of `recipes submit`",
+    "accelerate_config": "`recipes train --accelerate_config FILE` or `accelerate launch --config_file FILE`, "
+    "or write it before `--` of `recipes submit`",
     "config_file": "`accelerate launch --config_file` for an Accelerate YAML; --config for settings of the run",
-    "distributed_type": "the Accelerate YAML",
-    "deepspeed_config": "the Accelerate YAML",
+    "distributed_type": "set it in the Accelerate YAML",
+    "deepspeed_config": "set it in the Accelerate YAML",
     **dict.fromkeys("zero_stage offload_optimizer_device offload_param_device".split(), _DEEPSPEED),
     "gradient_clipping": "max_grad_norm",
-    "fsdp_version": "fsdp_config in the Accelerate YAML",
+    "fsdp_version": "set it in fsdp_config of the Accelerate YAML",
     "even_batches": 'accelerator_config: {"even_batches": ...}',
     "sync_each_batch": 'accelerator_config: {"gradient_accumulation_kwargs": {"sync_each_batch": true}}',
     "train_batch_size": "global_batch_size, or per_device_train_batch_size",
     "batch_size": "global_batch_size, or per_device_train_batch_size",
-    "gpu_ids": "the Accelerate YAML, or the environment variable CUDA_VISIBLE_DEVICES",
+    "gpu_ids": "set it in the Accelerate YAML, or set the environment variable CUDA_VISIBLE_DEVICES",
     "dynamo_backend": "torch_compile, with torch_compile_backend",
 }

@@ -1,7 +1,7 @@
 """Names, types, choices and defaults that the installed libraries accept, without importing them.
 
-A process of its own imports them once after an install (`recipes.legal.libraries`) and answers with
-one JSON object, which is kept in the user's cache. Everything here reads that object.
+After an install, a separate process (`recipes.legal.libraries`) imports the libraries once. Its
+answer is one JSON object in the user's cache. All functions here read that object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recipes.flags import RunFlags
 
 Json = dict[str, Any]
 
-# New name -> the older name, which every supported version has: this package stores settings by it.
+# New name -> older name. Every supported version has the older name, so settings are stored by it.
 ALIASES = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
@@ -58,26 +58,26 @@ def trainer_fields() -> dict[str, Field]:
 
 @cache
 def run_flags() -> dict[str, Field]:
-    """Every flag of our own, `recipes.flags.RunFlags`."""
+    """Every flag of this package itself, from `recipes.flags.RunFlags`."""
     return fields_of(RunFlags)
 
 
 @cache
 def settings() -> dict[str, Field]:
-    """Everything that train.py takes. An alias is listed beside the field that it renames."""
+    """Every setting that train.py accepts. An alias is listed beside the field that it renames."""
     return {**trainer_fields(), **run_flags()}
 
 
 def fields_of(cls: type) -> dict[str, Field]:
-    """The fields of a dataclass of settings."""
+    """The fields of a dataclass of settings, by name."""
     hints = typing.get_type_hints(cls)
     return {field.name: _field(field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
-    """A field with the types that its hint allows, by name, and the values that it lists.
+    """Return a field with the names of the types, and the values, that its type hint allows.
 
-    A type that no command line can write, such as an enumeration, is written as text.
+    A type that cannot be written on a command line, such as an enumeration, is written as text.
     """
     types: set[str] = set()
     listed: list[str] = []
@@ -93,28 +93,28 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
             listed += [member.value for member in kind]
     if listed or not types:
         types.add("str")
-    if field.metadata.get("const") is True:  # a flag that may stand without a value
+    if field.metadata.get("const") is True:  # a flag that may be given without a value
         types.add("bool")
     default = None if field.default is dataclasses.MISSING else field.default
     choices = field.metadata.get("choices") or listed
     return Field(field.name, frozenset(types), default, tuple(choices), field.metadata.get("help", ""))
 
 
-# --- Names that a setting, a mapping or a file takes ----------------------------------------------
+# --- Names that a setting, a mapping or a file accepts --------------------------------------------
 
 
 def names(of: str) -> tuple[str, ...]:
-    """Legal names by what takes them: `report_to`, `fsdp_config`, `accelerate_yaml`, ...
+    """The legal names in a setting or a file: `report_to`, `fsdp_config`, `accelerate_yaml`, ...
 
-    Empty if nothing is known, for example of `deepspeed_json` without DeepSpeed.
+    Empty if the names are not known, as those of `deepspeed_json` without DeepSpeed.
     """
     return tuple(facts().get(of, ()))
 
 
 def accelerate_nested_keys(section: str) -> frozenset[str]:
-    """Legal keys of a section of an Accelerate YAML, such as `deepspeed_config`.
+    """The legal keys of a section of an Accelerate YAML, such as `deepspeed_config`.
 
-    accelerate itself does not check them: it drops an unknown one silently.
+    accelerate itself does not check these keys: it silently drops an unknown key.
     """
     return frozenset(facts()["accelerate_sections"].get(section, ()))
 
@@ -126,10 +126,10 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "liger_
 
 @cache
 def facts() -> Json:
-    """The answer of `recipes.legal.libraries`, kept in a file and renewed after an install.
+    """Return the answer of `recipes.legal.libraries`, kept in a file and renewed after an install.
 
-    Processes that start together ask once. A cache that cannot be written costs only time. Raises
-    `UserError` if a library is missing or cannot be imported.
+    Of processes that start together, one asks. If the cache cannot be written, only time is lost.
+    Raises `UserError` if a library is missing or cannot be imported.
     """
     file = hf_home(os.environ) / "accelerate-recipes" / f"legal-{_fingerprint()}.json"
     if (kept := _kept(file)) is not None:
@@ -137,7 +137,7 @@ def facts() -> Json:
     from filelock import FileLock
 
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, NotImplementedError):  # nothing can be written there, or no locks
+        with contextlib.suppress(OSError, NotImplementedError):  # the folder cannot be written, or has no locks
             file.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FileLock(file.with_name("legal.lock"), timeout=600))
         if (kept := _kept(file)) is not None:  # another process was first
@@ -149,7 +149,7 @@ def facts() -> Json:
 
 
 def _fingerprint() -> str:
-    """Paths, times and versions of the libraries and of the files that ask them, as one name."""
+    """A hash of the libraries' paths, times and versions, and of this package's files that ask."""
     files = [Path(__file__), Path(__file__).with_name("libraries.py")]
     files += [folder / "__init__.py" for name in _PACKAGES if (folder := package_folder(name))]
     installed = [
@@ -168,10 +168,10 @@ def _kept(file: Path) -> Json | None:
 
 
 def _ask() -> Json:
-    """Imports the libraries in a process that finds the packages that this one finds."""
+    """Import the libraries in a process with the same sys.path as this one. Return its answer."""
     waits = "Reading the settings that the installed transformers, accelerate and DeepSpeed accept"
     print(f"{waits}, once after an install: about ten seconds.", file=sys.stderr, flush=True)
-    # Ours is found first, the libraries where this process finds them.
+    # This package is imported from its own folder, the libraries from this process's sys.path.
     code = "import sys; sys.path[:] = sys.argv[1:]; from recipes.legal.libraries import main; del sys.path[0]; main()"
     words = [sys.executable, "-c", code, str(Path(__file__).parents[2]), *sys.path]
     done = subprocess.run(words, capture_output=True, text=True, errors="replace")
@@ -186,9 +186,9 @@ def _ask() -> Json:
 
 
 def hf_home(environment: Mapping[str, str]) -> Path:
-    """The folder for Hugging Face's downloads, found as huggingface_hub's constants.py does.
+    """The folder for Hugging Face's downloads, by the same rules as huggingface_hub's constants.py.
 
-    For a user without a home folder it is a folder named `~` in the current one.
+    For a user without a home folder it is a folder named `~` in the current folder.
     """
     around = environment.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(environment.get("HF_HOME") or f"{around}/huggingface"))  # noqa: PTH111

@@ -1,6 +1,6 @@
-"""`check(run)`: every problem of a run, before anything starts.
+"""Report every problem of a run before anything starts: `check(run)`.
 
-Names, types and choices of settings were checked when the run was resolved (run/command_line.py).
+`run.problems` already holds wrong names, types and choices of settings (run/command_line.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from recipes.rules.facts import Rule
 from recipes.run import RunSpec
 
 RULE_MODULES = (training, engine, data_and_model)
-# The table first; then in the order of the modules, and in each as the rules are written.
+# The rows of the table come first, then each module's functions, then each module's ROWS.
 RULES: list[Rule] = [
     *table.ROWS,
     *(item for module in RULE_MODULES for item in vars(module).values() if isinstance(item, Rule)),
@@ -23,11 +23,11 @@ RULES: list[Rule] = [
 
 
 def check(run: RunSpec) -> list[Problem]:
-    """Everything wrong with the run, errors first, and no advice about a setting that is wrong."""
+    """Return every problem of the run, errors first. A setting with an error gets no advice."""
     found = list(run.problems)
     try:
         found += [problem for _, problem in problems_by_rule(run)]
-    except UserError as error:  # a function in a user's own recipe raises
+    except UserError as error:  # a function in the user's own recipe raised an error
         found += error.problems
     wrong = {problem.subject for problem in found if problem.severity == "error"}
     found = [problem for problem in found if problem.severity == "error" or problem.subject not in wrong]
@@ -35,26 +35,26 @@ def check(run: RunSpec) -> list[Problem]:
 
 
 def problems_by_rule(run: RunSpec) -> Iterator[tuple[str, Problem]]:
-    """Each problem with the name of the rule that found it."""
+    """Yield each problem together with the name of the rule that found the problem."""
     for rule in RULES:
         if not (rule.of_train_py and run.place.own_script):
             yield from ((rule.name, problem) for problem in rule(run))
     if run.outer_engine is None:
         return
-    # The launch reads its YAML, though the recipe starts another engine under it.
+    # train.py starts another engine, but the launch still reads its own YAML: report that file too.
     for name, problem in problems_by_rule(replace(run, engine=run.outer_engine)):
         if problem.source == run.outer_engine.source:
             yield name, problem
 
 
 def new_problems(run: RunSpec, before: RunSpec) -> list[Problem]:
-    """The problems of a run of which more is known now, without those that were found `before`."""
+    """Return problems of `run` that `before` did not have: the same run, with fewer facts known."""
     known = check(before)
     return [problem for problem in check(run) if problem not in known]
 
 
 def require_legal(run: RunSpec) -> list[Problem]:
-    """The advice about a legal run. Raises `UserError` with every error otherwise."""
+    """Return the advice about a legal run. Raise `UserError` with every error of an illegal run."""
     found = check(run)
     errors = [problem for problem in found if problem.severity == "error"]
     if errors:

@@ -1,8 +1,7 @@
-"""Rules about data and models: train.py's files, its model's folder, type, length, attention and
-adapters.
+"""Rules about train.py's data, and about a model's folder, type, length, attention and adapters.
 
-Of a local folder all of this is known before the start. Of a model on the Hub it is known once its
-config.json is downloaded: train.py then applies the same rules again.
+The rules judge a local model before the start. They judge a model on the Hub once its config.json
+is downloaded: train.py then applies the same rules again.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from recipes.run.local_model import (
 # --- Data -----------------------------------------------------------------------------------------
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-COMPRESSED = (".gz", ".zst")  # but not Parquet, which is compressed inside
-_SPLIT_FILES = "a folder with a file for each split, such as train.jsonl and test.jsonl"
+COMPRESSED = (".gz", ".zst")  # not for Parquet, which is compressed inside
+_SPLIT_FILES = "use a folder with a file for each split, such as train.jsonl and test.jsonl"
 
 
 def file_kind(path: PurePath) -> str | None:
-    """The reader of `datasets` for a file, by its suffix; None if unknown."""
+    """The name of the `datasets` reader for the suffix of a file; None for an unknown suffix."""
     kind = FILE_KINDS.get(path.suffix.lower())
     if kind or path.suffix.lower() not in COMPRESSED:
         return kind
@@ -65,40 +64,40 @@ def file_kind(path: PurePath) -> str | None:
 @rule
 @of_train_py
 def the_data_exists(run):
-    """The library would look for a missing path on the Hub, and not find it there."""
+    """datasets takes a missing path for a Hub id, and reports that the Hub has no such data set."""
     for part in parts_of(run["dataset_name"]):
         if run.place.is_elsewhere or paths_of(part.name):
             continue
         if glob.has_magic(part.name):
             what = f"there is no file that matches {part.name}"
-            yield problem(run, "dataset_name", what, "a pattern of files that exist")
+            yield problem(run, "dataset_name", what, "write a pattern that matches files")
         elif part.name.startswith((".", "/", "~")) or file_kind(Path(part.name)):
             what = f"there is no file or folder {part.name}"
-            yield problem(run, "dataset_name", what, "the path of one that exists")
+            yield problem(run, "dataset_name", what, "give the path of an existing file or folder")
 
 
 @rule
 @of_train_py
 def a_data_file_can_be_read(run):
-    """The suffix of a file says how to read it, and an empty file has no columns."""
+    """train.py chooses one reader by the suffix of the files; an empty file has no columns."""
     for part, paths in _of_files(run):
         kinds = {file_kind(path): path for path in paths}
         if None in kinds:
-            fix = f"a file ending in {', '.join(FILE_KINDS)}, perhaps with {' or '.join(COMPRESSED)} behind it"
-            yield problem(run, "dataset_name", f"{kinds[None]} is not of a known kind", fix)
+            fix = f"use a file ending in {', '.join(FILE_KINDS)}, optionally followed by {' or '.join(COMPRESSED)}"
+            yield problem(run, "dataset_name", f"{kinds[None]} has an unknown suffix", fix)
         elif len(kinds) > 1:
             one, other = list(kinds.values())[:2]
             what = f"{part.name} matches files of several kinds: {one}, {other}"
-            yield problem(run, "dataset_name", what, "a pattern for each kind, as parts of a mixture")
+            yield problem(run, "dataset_name", what, "write one pattern for each kind, as parts of a mixture")
         for path in paths:
             if not path.stat().st_size:
-                yield problem(run, "dataset_name", f"{path} is empty", "a file with rows in it")
+                yield problem(run, "dataset_name", f"{path} is empty", "name a file with rows")
 
 
 @rule
 @of_train_py
 def the_splits_can_be_read(run):
-    """datasets reads files as `train`, and knows no part of a stream: `Bad split: train[:95%]`."""
+    """Files have only the split `train`; a stream cannot be sliced: `Bad split: train[:95%]`."""
     parts, evaluates = parts_of(run["dataset_name"]), run["eval_strategy"] != "no"
     files = [part for part, _ in _of_files(run)]
     has = "a single file has only train" if len(files) == 1 else "files have only train"
@@ -111,8 +110,8 @@ def the_splits_can_be_read(run):
                 fix = "train" if run["dataset_streaming"] else "train, or a slice of it: 'train[:95%]'"
                 yield problem(run, name, f"there is no split {split!r}: {has}", fix)
             elif run["dataset_streaming"] and re.search(r"[\[+]", split):
-                what = f"{split!r} is a part of the data by its number of rows, which a stream does not know"
-                yield problem(run, name, what, f"one whole split; to evaluate, {_SPLIT_FILES}")
+                what = f"{split!r} is not one whole split, and splits of a stream cannot be sliced or joined"
+                yield problem(run, name, what, f"name one whole split; to evaluate, {_SPLIT_FILES}")
     if files == parts != [] and evaluates and not run["dataset_test_split"]:
         yield run.with_source(nothing_to_evaluate_on(has, run["dataset_streaming"]))
 
@@ -120,36 +119,36 @@ def the_splits_can_be_read(run):
 @rule
 @of_train_py
 def evaluation_rows_are_not_trained(run):
-    """The evaluation would measure what was learned by heart."""
+    """The evaluation measures rows that the model has memorized, so its metrics are too good."""
     test, train = run["dataset_test_split"] or "", run["dataset_train_split"]
     if run["eval_strategy"] == "no" or not _share_rows(test, train):
         return
     name, unit, start, end = _slice(test) or (test, "", 0, math.inf)
     rest = f"{name}[:{start}{unit}]" if end == math.inf else f"{name}[{end:g}{unit}:]"
-    fix = f"--dataset_train_split '{rest}'" if bool(start) != (end < math.inf) else "other rows to train on"
-    yield advice(run, "dataset_test_split", f"{test} has rows of {train}, which are trained on", fix)
+    fix = f"--dataset_train_split '{rest}'" if bool(start) != (end < math.inf) else "choose splits that share no rows"
+    yield advice(run, "dataset_test_split", f"{test} shares rows with {train}, the split to train on", fix)
 
 
 def _share_rows(one: str, other: str) -> bool:
-    """True if two splits surely share rows: a part and the whole, or parts that overlap."""
+    """True if two splits surely share rows: a slice and the whole split, or overlapping slices."""
     if (first := _slice(one)) and (second := _slice(other)):
         return first[:2] == second[:2] and max(first[2], second[2]) < min(first[3], second[3])
     return one.partition("[")[0] == other.partition("[")[0] and ("[" not in one or "[" not in other)
 
 
 def _slice(split: str) -> tuple[str, str, int, float] | None:
-    """Name, unit (`%` or none), start and end of `train[80%:]`; None for any other split."""
+    """The name, unit (`%` or none), start and end of a slice such as `train[80%:]`; else None."""
     found = re.fullmatch(r"(\w+)\[(\d*)(%?):(\d*)(%?)\]", split)
     return found and (found[1], found[3] or found[5], int(found[2] or 0), float(found[4] or "inf"))
 
 
 def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
-    """The parts that are files, each with its files."""
+    """The parts of the run's data that are local files, each paired with the files' paths."""
     return [(part, files) for part in parts_of(run["dataset_name"]) if (files := files_of(part.name))]
 
 
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
-    """The problem that a run evaluates, and its data has no test split."""
+    """Return the problem that a run evaluates without a test split. `has` names its splits."""
     slices = "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"
     return Problem(
         "dataset_test_split",
@@ -181,41 +180,41 @@ def _about_model(run: RunSpec, what: str, fix: str) -> Problem:
 @rule
 @of_train_py
 def the_model_is_a_folder(run):
-    """Libraries look for a missing path on the Hub, and say that the repository is not found."""
+    """transformers takes a missing path for a Hub id, and reports a missing repository."""
     name = run["model_name_or_path"]
     if not name or run.place.is_elsewhere or model_folder(name):
         return
     if existing_path(name):
-        yield _about_model(run, f"{name} is a file", "the folder that holds config.json and the weights")
+        yield _about_model(run, f"{name} is a file", "name the folder that holds config.json and the weights")
         return
     parent = expanded(name).parent
     near = nearest(expanded(name).name, [path.name for path in parent.glob("*")])
-    fix = str(parent / near) if near else "an existing folder, or a Hub id"
+    fix = str(parent / near) if near else "name an existing folder, or a Hub id"
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         yield _about_model(run, f"there is no folder {name}", fix)
-    elif near and "/" in name:  # `outputs/base`, or a model of somebody who is called like a folder here
-        yield advice(run, "model_name_or_path", f"there is no folder {name} here, so the Hub is asked for it", fix)
+    elif near and "/" in name:  # a misspelt `outputs/base`, or a Hub id whose owner has a folder's name
+        yield advice(run, "model_name_or_path", f"there is no folder {name} here, so it is taken for a Hub id", fix)
 
 
 @rule
 @of_train_py
 def the_folder_holds_a_model(run):
-    """`OSError: no file named model.safetensors found`, or a tokenizer without any vocabulary."""
+    """Loading ends in `OSError: no file named model.safetensors found`, or an empty vocabulary."""
     folder = model_folder(run["model_name_or_path"])
     if folder is None or run.place.is_elsewhere:
         return
     what, fix = "", ""
     if not (folder / "config.json").is_file():
-        what, fix = "has no config.json", "a folder that save_pretrained wrote"
+        what, fix = "has no config.json", "name a folder that save_pretrained wrote"
         if (folder / "adapter_config.json").is_file():
             what = "holds LoRA adapters without their base model"
-            fix = f"`recipes merge {folder}`, then --model_name_or_path {folder / 'merged'}"
+            fix = f"run `recipes merge {folder}`, then use --model_name_or_path {folder / 'merged'}"
     elif not weights_in(folder) and not run["from_scratch"]:
-        what = "has a config.json and no weights"
-        fix = "a folder with model.safetensors too; or --from_scratch, for random weights"
+        what = "has a config.json but no weights"
+        fix = "name a folder with model.safetensors too, or use --from_scratch for random weights"
     elif not any(path.is_file() for pattern in _TOKENIZERS for path in folder.glob(pattern)):
-        # BERT's tokenizer, for example, is loaded with five tokens, and all text is unknown to it.
-        what, fix = "has no tokenizer", "tokenizer.save_pretrained into the same folder"
+        # BERT's tokenizer, for example, then loads with five tokens: all text becomes unknown.
+        what, fix = "has no tokenizer", "call tokenizer.save_pretrained with the same folder"
     if what:
         yield _about_model(run, f"the folder {folder} {what}", fix)
 
@@ -223,14 +222,14 @@ def the_folder_holds_a_model(run):
 @rule
 @of_train_py
 def the_weights_are_here(run):
-    """`Error while deserializing header: header too large`, if a git-lfs pointer lies in the place
-    of the weights.
+    """Loading fails with `Error while deserializing header: header too large` if a file of weights
+    is only a git-lfs pointer.
     """
     folder = model_folder(run["model_name_or_path"])
     for file in weights_in(folder) if folder and not run.place.is_elsewhere and not run["from_scratch"] else ():
         if is_git_lfs_pointer(file):
-            what = f"{file} is a git-lfs pointer to the file, not the file"
-            yield _about_model(run, what, "`git lfs pull` in its repository")
+            what = f"{file} is only a git-lfs pointer, not the weights"
+            yield _about_model(run, what, "run `git lfs pull` in its repository")
 
 
 # --- The type and the task ------------------------------------------------------------------------
@@ -239,58 +238,60 @@ def the_weights_are_here(run):
 @rule
 @of_train_py
 def the_model_can_do_the_task(run):
-    """`Transformers does not recognize this architecture`, `Unrecognized configuration class ...`;
-    or loading would run the model's own code.
+    """Loading fails with `Transformers does not recognize this architecture` or
+    `Unrecognized configuration class ...`, or would run Python code that comes with the model.
     """
     name, kind, task, known = run["model_name_or_path"], _type(run), run["task"], models.known_types()
     if name is None or model_config(run) is None or not known or models.model_class(kind, task):
         return
     if kind not in known and run.model is not None:
-        return  # a configuration that was loaded is one that transformers, or a script, knows
+        return  # transformers, or the user's script, has already loaded this configuration
     code = _AUTO_CLASSES.get(task) if kind in known else "AutoConfig"
     if code in mapping(known_config(run).get("auto_map")):
         if not run["trust_remote_code"]:
             yield problem(
-                run, "trust_remote_code", f"{name} comes with Python code", "read it, then --trust_remote_code"
+                run, "trust_remote_code", f"{name} comes with Python code", "read it, then use --trust_remote_code"
             )
     elif not kind:
-        yield _about_model(run, f"{name} has no model_type in its config.json", "the one that save_pretrained wrote")
+        yield _about_model(
+            run, f"{name} has no model_type in its config.json", "use the config.json that save_pretrained wrote"
+        )
     elif kind not in known:
         what = f"{name} has the type {kind!r}, which transformers {version('transformers')} does not know"
-        say = problem if not run.place.is_elsewhere else advice  # there may be another transformers there
-        yield say(run, "model_name_or_path", what, "pip install --upgrade transformers, or another model")
+        say = problem if not run.place.is_elsewhere else advice  # another version may be installed there
+        yield say(run, "model_name_or_path", what, "pip install --upgrade transformers, or use another model")
     elif code:
         others = [f"--task {other}, or " for other in _AUTO_CLASSES if models.model_class(kind, other)]
-        yield _about_model(run, f"transformers has no {kind} model for {task}", f"{''.join(others)}another model")
+        yield _about_model(run, f"transformers has no {kind} model for {task}", f"{''.join(others)}use another model")
 
 
 # --- LoRA -----------------------------------------------------------------------------------------
 
 
 def _targets(run: RunSpec) -> list[str]:
-    """The modules that LoRA is asked to adapt, by their last names; empty for all-linear."""
+    """The last part of each name in `lora_target_modules`; empty for `all-linear`."""
     wanted = run["lora_target_modules"] or []
     return [] if wanted == ["all-linear"] else [target.rpartition(".")[2] for target in wanted]
 
 
 def fuses_the_loss(run: RunSpec) -> bool:
-    """True if Liger computes a language model's loss from its hidden states, without logits."""
+    """True if Liger computes a language model's loss from the hidden states, without the logits."""
     asked = run["use_liger_kernel"] and run["task"] == "causal_lm"
     fused = mapping(run["liger_kernel_config"]).get("fused_linear_cross_entropy", True)
     return bool(asked and fused and _type(run) in models.types_with_fused_loss())
 
 
 def what_peft_accepts(message: str, dora: bool = False) -> str:
-    """The fix for a model that peft has refused with this message, with DoRA or without."""
-    fix = "--lora_target_modules with other modules of the model"
-    if "DoRA" in message or (dora and "ParamWrapper" in message):  # experts have neither dropout nor DoRA
+    """Return the fix after peft has refused a model with `message`. `dora`: the run uses DoRA."""
+    fix = "name other modules of the model with --lora_target_modules"
+    if "DoRA" in message or (dora and "ParamWrapper" in message):  # peft has neither dropout nor DoRA for experts
         return f"{fix}, or --lora_dropout 0 without --use_dora"
     return f"--lora_dropout 0, or {fix}" if "dropout" in message else fix
 
 
 # --- Attention ------------------------------------------------------------------------------------
 
-_LEAVE_OUT = "leave it out: the model's default is the best one that it supports"
+_LEAVE_OUT = "leave it out: the default is the best implementation that the model supports"
 _FLASH_PACKAGES = {
     2: ("flash_attn", "flash-attn"),
     3: ("flash_attn_interface", "flash-attn-3"),
@@ -301,30 +302,30 @@ _HEADS = ("head_dim", "global_head_dim", "swa_head_dim", "qk_head_dim", "v_head_
 
 
 def _flash_version(name: str) -> int:
-    """2 of `flash_attention_2` and of `kernels-community/flash-attn2`; 0 for anything else."""
+    """FlashAttention's version in a name such as `flash_attention_2`; 0 for any other attention."""
     found = re.search(r"flash[-_]att(?:entio)?n[-_]?(\d)", name)
     return int(found[1]) if found else 0
 
 
 @rule
 def attention_fits_the_model(run):
-    """FlashAttention 2 and 3 fail in the first step with heads above 256: Gemma 4 has such."""
+    """FlashAttention 2 and 3 fail in step 1 if heads exceed 256 dimensions, as in Gemma 4."""
     name, text = run["attn_implementation"] or "", text_config(known_config(run))
     flash = _flash_version(name)
     layers = map(mapping, [text, *mapping(text.get("per_layer_config")).values()])
     heads = max((layer[key] for layer in layers for key in _HEADS if isinstance(layer.get(key), int)), default=0)
     if flash in (2, 3) and heads > 256:
-        what = f"{name} takes heads up to 256, and the model has some of {heads}"
+        what = f"{name} needs head dimensions up to 256, and the model has {heads}"
         yield problem(run, "attn_implementation", what, _LEAVE_OUT)
 
 
 @rule
 def attention_fits_the_machine(run):
-    """`FlexAttention does not support backward on CPU`, `FlashAttention only supports Ampere GPUs`,
-    `only support fp16 and bf16 data type`: all in the first step.
+    """The first step fails: `FlexAttention does not support backward on CPU`,
+    `FlashAttention only supports Ampere GPUs`, or `only support fp16 and bf16 data type`.
 
-    FlashAttention 3 is written for Hopper, 4 for Hopper and Blackwell. Version 3 trains on Ampere
-    if it was built for it, and on nothing after Hopper:
+    FlashAttention 3 is written for Hopper, version 4 for Hopper and Blackwell. Version 3 trains on
+    Ampere only if it was built for Ampere, and does not train on GPUs after Hopper:
     https://github.com/Dao-AILab/flash-attention/issues/1049 and 1853.
     """
     name, card = run["attn_implementation"] or "", run.hardware.capability
@@ -337,7 +338,7 @@ def attention_fits_the_machine(run):
     elif flash and card < (8, 0):
         what = f"needs compute capability 8.0: {here}"
     elif flash == 3 and card[0] > 9:
-        what, fix = f"FlashAttention 3 has kernels for Hopper alone: {here}", "flash_attention_2 or flash_attention_4"
+        what, fix = f"FlashAttention 3 has kernels only for Hopper: {here}", "flash_attention_2 or flash_attention_4"
     elif flash > 2 and card[0] < 9:
         what, fix = f"FlashAttention {flash} is written for Hopper: {here}", "flash_attention_2"
         say = advice if run.place.is_elsewhere or has_kernels else problem
@@ -347,14 +348,14 @@ def attention_fits_the_machine(run):
         yield say(run, "attn_implementation", what, fix)
     if flash and on_gpu(run) and run["dtype"] == "float32" and mixed_precision(run) == "no":
         fix = "--bf16: the weights stay in fp32, and attention computes in 16 bits"
-        yield problem(run, "attn_implementation", "computes in 16 bits only, and this run in fp32", fix)
+        yield problem(run, "attn_implementation", "computes only in 16 bits, and this run computes in fp32", fix)
 
 
 # --- The model's class, which only train.py has imported ------------------------------------------
 
 
 def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
-    """Problems with what a model of this class cannot do. transformers and accelerate report them
+    """Yield a problem for each setting that the model's class does not support. Libraries refuse it
     once data and weights are loaded: `BloomForCausalLM does not support an attention implementation
     through ...`, `Could not find the transformer layer class GPT2Block in the model.`
     """
@@ -380,7 +381,7 @@ def _is_encoder(run: RunSpec) -> bool:
 
 
 def _names_no_attention(run: RunSpec) -> bool:
-    """True for a name that is neither transformers' own nor org/name, a kernel of the Hub."""
+    """True if the attention is neither a name in transformers nor a kernel of the Hub: org/name."""
     name = run["attn_implementation"]
     return bool(name) and "/" not in name and name not in legal.names("attn_implementation")
 
@@ -388,7 +389,7 @@ def _names_no_attention(run: RunSpec) -> bool:
 def _known_attention(run: RunSpec) -> str:
     known = [name for name in legal.names("attn_implementation") if "|" not in name]
     near = nearest(run["attn_implementation"].lower(), known)
-    return near or "one of " + ", ".join(known) + ", or a kernel of the Hub: org/name"
+    return near or "use one of " + ", ".join(known) + ", or a kernel of the Hub: org/name"
 
 
 _OF_TRAIN_PY = (
@@ -396,30 +397,30 @@ _OF_TRAIN_PY = (
               lambda run: run["model_name_or_path"] is not None and run["task"] == "causal_lm" and _is_encoder(run),
               lambda run: f"{run['model_name_or_path']} is an encoder ({_type(run)}): it sees the tokens it has to "
               "predict",
-              "a decoder, or --task sequence_classification",
-              "An encoder loads, and its loss falls: it sees the tokens that it has to predict."),
-    error_row("sequences_fit_the_model", "max_length",  # a length that the user did not write is lowered instead
+              "choose a decoder, or --task sequence_classification",
+              "An encoder trains without an error, and its loss falls only because it sees the tokens to predict."),
+    error_row("sequences_fit_the_model", "max_length",  # a length that the user did not set is lowered instead
               lambda run: run.explicit("max_length")
               and run["max_length"] > (max_positions(known_config(run)) or math.inf),
-              lambda run: f"{run['max_length']} tokens are more than the {max_positions(known_config(run))} positions "
-              "the model has", lambda run: f"--max_length {max_positions(known_config(run))} or less",
-              "`IndexError: index out of range in self`, or a device-side assert in the embedding."),
+              lambda run: f"{run['max_length']} tokens exceed the model's {max_positions(known_config(run))} positions",
+              lambda run: f"--max_length {max_positions(known_config(run))} or less",
+              "The embedding fails with `IndexError: index out of range in self`, or with a device-side assert."),
     error_row("lora_on_the_head_gets_gradients", "lora_target_modules",
               lambda run: run["use_peft"] and "lm_head" in _targets(run) and fuses_the_loss(run),
-              "lm_head gets no gradient: Liger's fused loss reads its frozen weight alone",
+              "lm_head gets no gradient: Liger's fused loss uses only the frozen lm_head.weight, not the adapter",
               "leave lm_head out, or --liger_kernel_config '{{\"fused_linear_cross_entropy\": false}}'",
-              "The adapter never changes: Liger multiplies by `lm_head.weight`, which is frozen under peft. Under DDP "
-              "unused parameters are an error in the second step."),
+              "The head's adapter never changes: Liger multiplies by `lm_head.weight`, which peft freezes. Under DDP "
+              "the unused adapter is an error in the second step."),
     error_row("liger_evaluates_plain_labels", "use_liger_kernel",
               lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
               "cannot evaluate with label_smoothing_factor, which also bypasses Liger's fused loss",
               "--use_liger_kernel false, or --label_smoothing_factor 0",
-              "`skip_logits is True, but labels and shift_labels are None`, in the first evaluation."),
+              "The first evaluation fails: `skip_logits is True, but labels and shift_labels are None`."),
 )  # fmt: skip
 
 ROWS = (
     *(replace(row, of_train_py=True) for row in _OF_TRAIN_PY),
     error_row("attention_is_known", "attn_implementation", _names_no_attention,
               "there is no implementation '{attn_implementation}'", _known_attention,
-              '`ValueError: Specified attn_implementation="..." is not supported`, once data is loaded.'),
+              'Once data is loaded: `ValueError: Specified attn_implementation="..." is not supported`.'),
 )  # fmt: skip

@@ -1,20 +1,20 @@
-"""The parts of a rule: how it reports a problem, and the facts of a run that it asks.
+"""The building blocks of rules: helpers that report a problem, and facts about a run.
 
-A rule about a setting whose condition is one expression is an `error_row` or `advice_row`, in
-`table` or in the ROWS of `engine` and `training`. Any other is a function there or in
-`data_and_model`:
+A rule whose condition is one expression is an `error_row` or `advice_row`: in `table`, or in the
+ROWS of `engine`, `training` and `data_and_model`. Any other rule is a function in one of these
+three modules:
 
     @rule
     def ddp_settings_need_ddp(run):
-        "DeepSpeed, FSDP and a single process do not read them."
+        "Under DeepSpeed, FSDP and a single process the run ignores DDP's settings silently."
         for name in ...:
             yield advice(run, name, "is ignored: the engine is not DDP", "leave it out")
 
-The name says what holds in a legal run; the docstring, or `why`, says which failure the rule
-prevents: other training in silence, a hang, or an end after minutes. What the libraries refuse at
-once is left to the probe. An error stops the run, advice does not. A rule never refuses a run that
-would train as asked: if a setting is only ignored, the rule advises. Its test is one entry in CASES
-of the subject's test file: a run in which the rule fires, and the nearest one in which it does not.
+The name of a rule states what holds in a legal run. The docstring, or `why`, names the failure that
+the rule prevents: silently different training, a hang, or a failure after minutes. No rule checks
+what the libraries refuse at once: the probe does. An error stops the run, advice does not. A run
+that would train as asked never gets an error: an ignored setting gets advice. The test of a rule is
+an entry in CASES of the subject's test file: a run that breaks the rule, and the nearest legal run.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Judge = Callable[[RunSpec], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """`why` is the failure that the rule prevents, `judge` yields the problems of a run.
+    """A named check. `judge` yields a run's problems, `why` names the failure that is prevented.
 
-    `of_train_py`: the rule is about what train.py does with model, data and metrics. A script of
-    the user's own may do otherwise, so its factory calls are not judged by such a rule.
+    `of_train_py` is True if the rule depends on how train.py handles model, data and metrics. The
+    user's own script may handle them differently, so `check` skips such a rule for a script.
     """
 
     name: str
@@ -52,56 +52,56 @@ class Rule:
 
 
 def rule(judge: Judge) -> Rule:
-    """Makes a function a rule: `check` collects all of them."""
+    """Turn a function into a `Rule`, which `check` then collects."""
     return Rule(judge.__name__, judge.__doc__ or "", judge, hasattr(judge, "of_train_py"))
 
 
 def of_train_py(judge: Judge) -> Judge:
-    """Marks a function, below `@rule`, as a rule about train.py alone."""
+    """Mark a function as a rule about train.py only. Write this decorator below `@rule`."""
     judge.of_train_py = True  # type: ignore[attr-defined]
     return judge
 
 
 def problem(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
-    """An error about the setting `subject`, with where its value came from."""
+    """Return an error about the setting `subject`, with the source of the setting's value."""
     return Problem(subject, what, fix, run.setting(subject).source)
 
 
 def advice(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
-    """Advice about the setting `subject`, with where its value came from."""
+    """Return advice about the setting `subject`, with the source of the setting's value."""
     return Problem(subject, what, fix, run.setting(subject).source, severity="advice")
 
 
 def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem:
-    """A package is not installed: an error, or advice if the run goes to another machine."""
+    """Return an error about a missing package, or advice if the run goes to another machine."""
     what = what or f"needs the package {package}"
     if run.place.is_elsewhere:
-        return advice(run, subject, f"{what}, and it is not installed here", f"have {package} where it will run")
+        return advice(run, subject, f"{what}, which is not installed here", f"install {package} where the run goes")
     return problem(run, subject, what, f"pip install {package}")
 
 
 def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """A problem with the key `subject` of the Accelerate YAML."""
+    """Return a problem with the key `subject` of the Accelerate YAML."""
     return Problem(subject, what, fix, run.engine.source, severity)
 
 
 def in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """A problem with the path `subject` in the DeepSpeed JSON."""
+    """Return a problem with the path `subject` in the DeepSpeed JSON."""
     return Problem(subject, what, fix, json_source(run), severity)
 
 
 def installed(package: str) -> bool:
-    """True if a top-level package is installed here. Looks for it without importing it."""
+    """True if a top-level package is installed here. The package is not imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def available(run: RunSpec, package: str) -> bool:
-    """True if a package is installed here, or known to be where the run goes."""
+    """True if a package is installed here, or is known to be installed where the run goes."""
     return package in (run.place.packages or ()) or installed(package)
 
 
 def model_config(run: RunSpec) -> Mapping[str, Any] | None:
-    """The configuration of the run's model: as loaded, or as its folder has it. None if unknown."""
+    """The configuration of the run's model, as loaded or from the model's folder; else None."""
     if run.model is not None:
         return run.model
     name = run["model_name_or_path"]
@@ -122,12 +122,12 @@ def uses_deepspeed(run: RunSpec) -> bool:
 
 
 def deepspeed_section(run: RunSpec) -> Json:
-    """`deepspeed_config` of the Accelerate YAML if DeepSpeed trains; else empty."""
+    """The section `deepspeed_config` of the Accelerate YAML; empty if another engine trains."""
     return mapping(run.engine.raw.get("deepspeed_config")) if run.engine.kind == "deepspeed" else {}
 
 
 def deepspeed_file(run: RunSpec) -> Json | None:
-    """The DeepSpeed JSON of `--deepspeed`, the YAML or the launcher. None without one."""
+    """The DeepSpeed JSON that `--deepspeed`, the YAML or the launcher gives; None without one."""
     if isinstance(run["deepspeed"], dict):
         return run["deepspeed"]
     named = deepspeed_section(run).get("deepspeed_config_file")
@@ -136,7 +136,7 @@ def deepspeed_file(run: RunSpec) -> Json | None:
 
 
 def json_source(run: RunSpec) -> str:
-    """The path of the DeepSpeed JSON, or `DeepSpeed JSON` if it is no file."""
+    """The path of the DeepSpeed JSON; the words `DeepSpeed JSON` if the run names no path."""
     named = run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file")
     return named if isinstance(named, str) else "DeepSpeed JSON"
 
@@ -148,18 +148,18 @@ def zero_stage(run: RunSpec) -> int:
 
 
 def uses_fsdp(run: RunSpec) -> bool:
-    """True if FSDP shards the model. On a CPU accelerate ignores it, and trains plain DDP; beside
-    `--deepspeed`, train.py switches it off.
+    """True if FSDP shards the model. On a CPU accelerate ignores FSDP and trains plain DDP. With
+    `--deepspeed`, train.py switches FSDP off.
     """
     return run.hardware.can_shard and not uses_deepspeed(run) and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
 
 
 def fsdp_version(run: RunSpec) -> int:
-    """1 or 2; 0 without FSDP. The launcher's default is 1, Trainer's own 2."""
+    """The version of FSDP; 0 without FSDP. `accelerate launch` defaults to 1, Trainer to 2."""
     return run.engine.fsdp_version if uses_fsdp(run) else 0
 
 
-# What Trainer's `--fsdp` sets if `fsdp_config` does not: `_process_fsdp_args`. It wins over a YAML.
+# Trainer's defaults with `--fsdp` (`_process_fsdp_args`). These win over an Accelerate YAML.
 _SET_BY_TRAINER = {
     "version": 2,
     "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -171,8 +171,8 @@ _SET_BY_TRAINER = {
 
 
 def fsdp_section(run: RunSpec) -> Json:
-    """`fsdp_config` without `fsdp_` before its keys, from the YAML. In a launched process it is
-    what `accelerate launch` exported, defaults included. With `--fsdp` the arguments win.
+    """The settings of FSDP by key, without the prefix `fsdp_`: from the Accelerate YAML, or in a
+    launched process from all variables that the launcher exported. With `--fsdp`, arguments win.
     """
     written = mapping(run.engine.raw.get("fsdp_config"))
     if run.engine.kind == "fsdp" and not run.engine.raw:
@@ -202,7 +202,7 @@ def gradient_accumulation_kwargs(run: RunSpec) -> Json:
 
 
 def mapping(value: object) -> Json:
-    """`value` itself if it is a mapping, the content of the JSON file that it names, or {}."""
+    """Return a mapping as a dict, the content of a JSON file if `value` is its path, or else {}."""
     if isinstance(value, Mapping):
         return dict(value)
     return (read_json(value)[0] or {}) if isinstance(value, str) else {}

@@ -1,7 +1,7 @@
-"""The probe: constructs what a training constructs, and reports what the libraries refuse.
+"""The probe builds the objects that a training builds, and reports what the libraries refuse.
 
-It needs no GPU and joins no process group: what only a card decides is left to the rules. A
-construction that fails is a problem in the library's own words, with the source of the value.
+The probe needs no GPU and joins no process group: rules judge what depends on the GPU. An object
+that cannot be built becomes a problem in the library's own words, with the source of the value.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from recipes.rules.training import pushed_to
 from recipes.run import RunSpec
 from recipes.run.engine import launch_environment
 
-_STEPS = 1000  # of a training whose length only its data tell
-# Variables that announce other processes, for which a construction would wait.
+_STEPS = 1000  # assumed for a training whose length depends on its data
+# Variables of a distributed launch: if they are set, a constructor would wait for other processes.
 _OF_RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|PMI_|OMPI_COMM_|MV2_COMM_|MPI_LOCAL")
 
 
 def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
-    """The problems that the installed libraries have with a run; importing them takes seconds.
+    """Return what the installed libraries refuse in a run. Importing the libraries takes seconds.
 
-    With `launched` (by default as the run's place says) a launcher has started this process: its
-    variables are there, and its own parsing is skipped. Leaves nothing behind, neither variables
-    nor the state of accelerate and transformers.
+    `launched` is True if a launcher has started this process (default: `run.place.launched`). The
+    probe then finds the launcher's variables, and does not parse the YAML as the launcher would.
+    Afterwards, variables and the state of accelerate and transformers are as before.
     """
     found: list[Problem] = []
     with silence(), _state_as_before():
@@ -58,34 +58,34 @@ def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
 
 
 def require_constructible(run: RunSpec) -> None:
-    """Raises `UserError` with everything that the libraries refuse."""
+    """Raise `UserError` with everything that the libraries refuse."""
     if found := probe(run):
         raise UserError(*found)
 
 
 def probe_in_child(run: RunSpec) -> list[Problem]:
-    """`probe` in a child process, where its imports, its noise and its crashes stay."""
-    import multiprocessing  # `recipes check` without --deep need not wait for it
+    """Run `probe` in a child process, so that its imports, output and crashes stay there."""
+    import multiprocessing  # here, so that `recipes check` without --deep does not wait for it
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryFile() as noise:
         child = context.Process(target=_answer, args=(run, sender, noise.fileno()), daemon=True)
         child.start()
-        child.join()  # its answer is smaller than a pipe's buffer
+        child.join()  # no deadlock: the answer is smaller than the pipe's buffer
         noise.seek(0)
         printed = noise.read().decode(errors="replace").strip()
     if child.exitcode == 0:
         return receiver.recv()
-    last = printed.rpartition("\n")[2].strip()[:300] or "without a word"
-    what = f"the libraries ended the process that tried them (exit code {child.exitcode}): {last}"
-    return [Problem("probe", what, "reinstall the library that it names", "the installed libraries")]
+    last = printed.rpartition("\n")[2].strip()[:300] or "no output"
+    what = f"the libraries crashed the process of the probe (exit code {child.exitcode}): {last}"
+    return [Problem("probe", what, "reinstall the library that the message names", "the installed libraries")]
 
 
 def _answer(run: RunSpec, sender: Any, printed: int) -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    if str(run["optim"]) in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"):  # others need packages
+    if str(run["optim"]) in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"):  # other optimizers need packages
         absent = {**ABSENT, "peft": None}
         sys.modules.update({name: None for name in absent if name not in sys.modules})  # type: ignore[misc]
     sender.send(probe(run))
@@ -93,7 +93,7 @@ def _answer(run: RunSpec, sender: Any, printed: int) -> None:
 
 @contextlib.contextmanager
 def _state_as_before() -> Iterator[None]:
-    """Restores what the libraries keep for a whole process, as if nothing had been constructed."""
+    """Clear the libraries' process-wide state and the variables of ranks. Restore all on exit."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations import deepspeed
 
@@ -113,7 +113,7 @@ def _state_as_before() -> Iterator[None]:
 
 
 def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
-    """Construct one thing after the other, as far as each needs the one before; add to `found`."""
+    """Build each object unless an object that it needs was refused. Add refusals to `found`."""
 
     @contextlib.contextmanager
     def attempt(file: str = "", content: Mapping[str, Any] | None = None, about: str = "") -> Iterator[None]:
@@ -159,18 +159,18 @@ def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
 
 
 def _launch(run: RunSpec) -> Mapping[str, str]:
-    """The variables that `accelerate launch` makes of the YAML (its `launch_command`)."""
+    """Return the variables that `accelerate launch` (`launch_command`) exports for the YAML."""
     from accelerate.commands import launch
     from accelerate.utils import launch as environments
 
     yaml, nodes = run.outer_engine or run.engine, run.world_size // max(1, run.local_world_size)
-    words = ["--config_file", yaml.source, "--machine_rank", "1"]  # rank 0 of several looks for a free port
+    words = ["--config_file", yaml.source, "--machine_rank", "1"]  # machine 0 of several would look for a free port
     if yaml.num_processes is not None and yaml.num_processes != yaml.raw.get("num_processes"):
         words += ["--num_processes", str(yaml.num_processes)]
     if nodes > 1:
         words += ["--num_machines", str(nodes), "--main_process_ip", "127.0.0.1"]
     if yaml.raw.get("main_process_port") is None:
-        words += ["--main_process_port", "0"]  # one that is free now
+        words += ["--main_process_port", "0"]  # 0: any free port
     parsed = launch.launch_command_parser().parse_args([*words, "train.py"])
     args, defaults, precision_of_file = launch._validate_launch_command(parsed)
     if args.use_deepspeed:
@@ -183,7 +183,7 @@ def _launch(run: RunSpec) -> Mapping[str, str]:
 
 
 def _enter_engine(run: RunSpec) -> None:
-    """The variables of the engine that trains, which may be another than the launched one."""
+    """Set the variables of the engine that trains, which may differ from the launch's engine."""
     shards = {"ACCELERATE_USE_DEEPSPEED": uses_deepspeed(run), "ACCELERATE_USE_FSDP": uses_fsdp(run)}
     for name in [name for name, used in shards.items() if not used]:
         os.environ.pop(name, None)
@@ -191,17 +191,17 @@ def _enter_engine(run: RunSpec) -> None:
         os.environ.update(launch_environment(run.engine))
     for name in ("FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         if os.environ.get(name, "").lower() == "true":
-            os.environ[name] = "false"  # it asks for the current card
+            os.environ[name] = "false"  # if true, accelerate would ask for the current GPU
 
 
 def _arguments(run: RunSpec) -> Any:
-    """TrainingArguments on a CPU, in a world of the run's size that nobody joins."""
+    """Build TrainingArguments for a CPU, with the run's world size but without a process group."""
     from transformers import TrainingArguments
 
     class Unjoined(TrainingArguments):
         world_size = property(lambda self: run.world_size)
 
-    # A card decides over tf32, a process group over ddp_backend and a configured state.
+    # Left out: tf32 needs a GPU; ddp_backend and use_configured_state need a process group.
     given = {name: value for name, value in run.training_arguments().items() if name not in ("tf32", "ddp_backend")}
     if is_true(accelerator_config(run).get("use_configured_state")):
         given["accelerator_config"] = {**accelerator_config(run), "use_configured_state": False}
@@ -211,7 +211,7 @@ def _arguments(run: RunSpec) -> Any:
 
 
 def _check_names(run: RunSpec, args: Any) -> None:
-    """A DataLoader of one row, the names of the trackers, and that of the Hub's repository."""
+    """Check the DataLoader's settings on one row, and the names of trackers and Hub repository."""
     from huggingface_hub.utils import validate_repo_id
     from torch.utils.data import DataLoader
     from transformers.integrations import get_reporting_integration_callbacks
@@ -224,8 +224,8 @@ def _check_names(run: RunSpec, args: Any) -> None:
 
 
 def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
-    """The ParallelismConfig of arguments or variables. One that does not fit processes and engine
-    is a problem of its own in `found`.
+    """Check the ParallelismConfig of arguments or variables. If its sizes do not fit the processes
+    and the engine, add a problem to `found`.
     """
     from accelerate import DistributedType, ParallelismConfig
 
@@ -242,12 +242,12 @@ def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
             SimpleNamespace(num_processes=run.world_size, distributed_type=type_, **engine)  # type: ignore[arg-type]
         )
     except ValueError as error:
-        fix = "sizes that fit the processes, under FSDP2; or leave it out"
+        fix = "choose sizes that fit the processes, under FSDP2; or leave it out"
         found.append(Problem("parallelism_config", str(error), fix, run.engine.parallelism.source))
 
 
 def _check_plugins(args: Any) -> None:
-    """The plugins that the Accelerator builds from arguments and variables; the compiler's mode."""
+    """Build the Accelerator's plugins from arguments and variables. Check the compiler's mode."""
     from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, TorchDynamoPlugin
 
     GradientAccumulationPlugin(**{**(args.accelerator_config.gradient_accumulation_kwargs or {}), "num_steps": 1})
@@ -264,9 +264,8 @@ def _check_plugins(args: Any) -> None:
 
 
 def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str, Any]:
-    """The finished DeepSpeed JSON. DeepSpeed's own class reads it if nothing contradicts.
-
-    A value that contradicts the arguments is a problem of its own in `found`.
+    """Return the DeepSpeed JSON with its "auto" values filled in. Add a problem to `found` for each
+    value that contradicts the arguments. If there is none, DeepSpeed's own class checks the JSON.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.accelerator import get_accelerator
@@ -275,7 +274,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
 
     class Config(DeepSpeedConfig):
         def _configure_train_batch_size(self) -> None:
-            # Processes that share a model by autotp_size count each, those of a sequence do not.
+            # Each process of an autotp_size group counts; processes with one sequence count as one.
             self.world_size = run.data_parallel_size * tensor // self._param_dict.get("sequence_parallel_size", 1)
             super()._configure_train_batch_size()
 
@@ -291,7 +290,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
     config, content = plugin.hf_ds_config, plugin.hf_ds_config.config
     for name in ("total_num_steps", "warmup_num_steps") if args.max_steps <= 0 else ():
         if written.get_value(f"scheduler.params.{name}") is not None:
-            content["scheduler"]["params"][name] = "auto"  # only the data tell
+            content["scheduler"]["params"][name] = "auto"  # the data decides
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=known_config(run).get("hidden_size") or 1))
     try:
         config.trainer_config_finalize(args, model, args.max_steps if args.max_steps > 0 else _STEPS)
@@ -301,27 +300,27 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
     for line in (line.removeprefix("- ") for line in config.mismatches):
         path = line.removeprefix("ds ").partition("=")[0]
         section, _, name = path.rpartition(".")
-        line = re.sub(r"warmup_steps=\d+$", f"warmup_steps={args.warmup_steps:g}", line)  # a fraction, as written
+        line = re.sub(r"warmup_steps=\d+$", f"warmup_steps={args.warmup_steps:g}", line)  # as written, such as 0.1
         what = line if written.get_value(path) is not None or not written.config else f"is left out, so {line}"
         fix, source = f'"{name}": "auto"' + f" in {section}" * bool(section), json_source(run)
         if not written.config:
             source = run.engine.source
-        if not written.config and name == "enabled":  # fp8 turns bf16 on in DeepSpeed, and Trainer compares
-            path, what = "mixed_precision", f"{args.mixed_precision} is another type than the arguments name: {line}"
-            fix = "bf16 or fp16, in the YAML and in the arguments alike"
+        if not written.config and name == "enabled":  # for fp8 DeepSpeed gets bf16, which Trainer compares
+            path, what = "mixed_precision", f"{args.mixed_precision} is another type than that of the arguments: {line}"
+            fix = "use bf16 or fp16, the same in the YAML and in the arguments"
         found.append(Problem(path, what, fix, source))
     if not config.mismatches:
-        if not run["deepspeed"]:  # accelerate adds the batch to a file that its YAML names
+        if not run["deepspeed"]:  # accelerate adds the batch to the JSON that a YAML names
             content.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
         Config(copy.deepcopy(content))
     return content
 
 
 def _with_defaults(content: dict[str, Any]) -> Any:
-    """A DeepSpeed JSON in which DeepSpeed's own values stand for those that it leaves out.
+    """Return a DeepSpeed JSON with DeepSpeed's defaults written in for keys that it leaves out.
 
-    Trainer fills in "auto", and compares a value that is written. One that is not has DeepSpeed's
-    default, whatever the arguments say: an optimizer's lr of 0.001, a warm-up of 1000 steps.
+    Trainer fills in "auto", and compares written values with its arguments. A missing key gets
+    DeepSpeed's default whatever the arguments say: an lr of 0.001, a warm-up of 1000 steps.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
@@ -334,7 +333,7 @@ def _with_defaults(content: dict[str, Any]) -> Any:
             defaults |= {f"{section}.params.{one.name}": one.default for one in parameters if one.default != one.empty}
     highest = "scheduler.params.warmup_max_lr"
     if config.get_value(highest, defaults.get(highest)) is not None:
-        defaults.pop("optimizer.params.lr", None)  # the schedule sets it
+        defaults.pop("optimizer.params.lr", None)  # the schedule sets the lr
     for path, value in defaults.items():
         section, name = config.find_config_node(path)
         if section is not None:
@@ -343,7 +342,7 @@ def _with_defaults(content: dict[str, Any]) -> Any:
 
 
 def _optimizer_class(section: dict[str, Any]) -> Any:
-    """The class that DeepSpeed takes on a GPU; on a CPU it takes others with the same defaults."""
+    """The optimizer class that DeepSpeed uses on a GPU. Its CPU classes have the same defaults."""
     import torch
     from deepspeed.ops import adam, lamb, lion
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -353,7 +352,7 @@ def _optimizer_class(section: dict[str, Any]) -> Any:
     if name.lower() in own and not params.get("torch_adam"):
         return own[name.lower()]
     of_torch = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}.get(name.lower(), name)
-    unknown = [object] if name.lower() in DEEPSPEED_OPTIMIZERS else []  # of the package mup, and DeepSpeed's own
+    unknown = [object] if name.lower() in DEEPSPEED_OPTIMIZERS else []  # those of the package mup, and DeepSpeed's own
     return getattr(torch.optim, of_torch, *unknown)
 
 
@@ -365,7 +364,7 @@ def _scheduler_class(section: dict[str, Any]) -> Any:
 
 
 def _optimizer(args: Any) -> Any:
-    """The optimizer of one small layer, as `Trainer.create_optimizer` builds it."""
+    """Build the optimizer for one small layer, as `Trainer.create_optimizer` does."""
     import torch
     from transformers import Trainer
     from transformers.trainer_optimizer import is_optimizer_factory
@@ -381,7 +380,7 @@ def _optimizer(args: Any) -> Any:
 
 
 def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
-    """Trainer's learning rate schedule, or that of a DeepSpeed JSON (`_scheduler_from_config`)."""
+    """Build Trainer's learning rate schedule or the DeepSpeed JSON's (`_scheduler_from_config`)."""
     from transformers import get_scheduler
 
     steps = args.max_steps if args.max_steps > 0 else _STEPS
@@ -398,13 +397,13 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """A problem about the first name in an error's message that the user wrote: a setting, or a key
-    or value in the `content` of the YAML or JSON `file`. `about`: the settings, with spaces between
-    them, of which the user wrote one if the message names none.
+    """Return a problem about the first name in the error's message that the user wrote: a setting,
+    or a key or value in `content`, the content of the YAML or JSON `file`. If the message names
+    none, the problem is about the first of the settings in `about` ("a b c") that the user wrote.
     """
-    text = " ".join(str(error).split()).partition(" [type=")[0]  # pydantic's own words for programmers
+    text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)
-    choice = "one of the values that it names" if lists else ""
+    choice = "use one of the values that the message names" if lists else ""
     what, words = f"{text[:400]} ({type(error).__name__})", re.findall(r"\w+", text)
     named = [name for word in words for name in (word, f"dataloader_{word}") if name in legal.trainer_fields()]
     subject = next((name for name in named if run.explicit(name)), "")
@@ -417,14 +416,14 @@ def refused_by_library(
     subject = subject or next((name for name in about.split() if run.explicit(name)), "")
     subject = subject or next((name for name in named if "_" in name), "")
     if subject:
-        return Problem(subject, what, f"{choice or 'another value'}, or leave it out", run.setting(subject).source)
+        return Problem(subject, what, f"{choice or 'use another value'}, or leave it out", run.setting(subject).source)
     files = [name for name in ("deepspeed", "fsdp_config", "accelerator_config") if run.explicit(name)]
-    fix = f"correct what --{files[0]} names" if files else "leave out the flags that it is about"
+    fix = f"correct the content of --{files[0]}" if files else "leave out the flags that the message is about"
     return Problem("TrainingArguments", what, fix, "transformers")
 
 
 def _items(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys and values of a file and of its sections."""
+    """Yield the keys and values of a file's content and of its sections."""
     for key, value in content.items():
         yield str(key), value
         yield from _items(value) if isinstance(value, Mapping) else ()

@@ -1,11 +1,11 @@
-"""The table: rules whose condition is one expression. To add one, add a line.
+"""The table of rules whose condition is one expression. To add a rule, add a row.
 
-Each kind of row has its own tuple: settings that a run does not read, values out of range, packages
-that it needs, and what else is wrong, as an `error_row` or `advice_row`. A rule that needs
-more than one expression is a function in `engine`, `training` or `data_and_model`; the first two
-have rows of their own beside their functions.
+Each kind of row has its own tuple: settings that a run does not read, values out of range, missing
+packages, and all other mistakes, each an `error_row` or `advice_row`. A rule that needs more than
+one expression is a function in `engine`, `training` or `data_and_model`; these modules have rows of
+their own too.
 
-`what` and `fix` are filled in with the run's values: "{optim} needs ..." names the optimizer.
+The run's values are filled into `what` and `fix`: "{optim} needs ..." names the optimizer.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Words = str | Callable[[RunSpec], str]
 
 
 def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
-    """A rule about one setting, or about several, of which it reports those that are on.
+    """Return a rule about one setting, or about several, of which it reports those that are on.
 
-    A name in capitals is an environment variable; any other that is not a setting is a key of the
-    YAML. `why` is the failure that the rule prevents, where `what` does not say it.
+    A name in capitals is an environment variable. Any other name that is not a setting is a key of
+    the YAML. `why` is the failure that the rule prevents; the default is `what`.
     """
     subjects = settings.split()
 
@@ -65,12 +65,12 @@ def _filled(words: Words, run: RunSpec) -> str:
 
 
 error_row = partial(_row, "error")  # stops the run
-advice_row = partial(_row, "advice")  # the run trains as asked, but slower, or not as somebody may think
+advice_row = partial(_row, "advice")  # the run trains as asked, but slowly, or not as the user may expect
 
 
 # --- Settings that a run does not read ------------------------------------------------------------
 
-# settings | read if | where they are ignored | what to write, if they are meant
+# settings | condition for reading them | where they are ignored | what to write to have them read
 _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
     ("lora_r lora_alpha lora_dropout lora_target_modules use_dora", lambda run: run["use_peft"],
      "without use_peft", "--use_peft"),
@@ -91,7 +91,7 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
     ("warmup_steps", lambda run: run["lr_scheduler_type"] not in legal.names("schedules_without_warmup"),
      "by the schedule {lr_scheduler_type}, which has no warm-up", "--lr_scheduler_type constant_with_warmup"),
     ("lr_scheduler_kwargs", lambda run: run["lr_scheduler_type"] not in ("constant", "constant_with_warmup"),
-     "by the schedule {lr_scheduler_type}", "another --lr_scheduler_type"),
+     "by the schedule {lr_scheduler_type}", "use another --lr_scheduler_type"),
     ("optim_args", lambda run: run["optim"] not in legal.names("optimizers_without_arguments"),
      "by {optim}", "--adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay"),
     ("optim", lambda run: not (uses_deepspeed(run) and "optimizer" in (deepspeed_file(run) or {})),
@@ -104,31 +104,31 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
      "by the backend {torch_compile_backend}", "--torch_compile_backend inductor"),
 )  # fmt: skip
 
-# The same, where another script than train.py may read them.
+# The same for settings that train.py ignores, but the user's own script may read.
 _UNREAD_BY_TRAIN_PY: tuple[tuple[str, Condition, str, str], ...] = (
     ("do_eval dataset_test_split label_names", lambda run: run["eval_strategy"] != "no",
      "without evaluations", "--eval_strategy epoch"),
-    ("do_predict", lambda run: False, "by train.py, which trains and evaluates", "a script of your own"),
+    ("do_predict", lambda run: False, "by train.py, which trains and evaluates", "use a script of your own"),
     ("dataset_config", lambda run: any(not files_of(part.name) for part in parts_of(run["dataset_name"])),
-     "by data that has no configurations", "--dataset_name with a data set of the Hub"),
+     "by data that has no configurations", "use --dataset_name with a data set of the Hub"),
     ("problem_type dataset_label_field", lambda run: run["task"] == "sequence_classification",
-     "by {task}", "--task sequence_classification"),
+     "with --task {task}", "--task sequence_classification"),
     ("label_smoothing_factor", lambda run: run["task"] == "causal_lm"
      or run["problem_type"] in (None, "single_label_classification"),
-     "by {problem_type}", "--problem_type single_label_classification"),
+     "with --problem_type {problem_type}", "--problem_type single_label_classification"),
     ("train_sampling_strategy",
      lambda run: not run["dataset_streaming"] or run["train_sampling_strategy"] in ("random", "sequential"),
-     "by a stream, whose examples are shuffled", "--dataset_streaming false"),
+     "for a stream, whose examples are shuffled", "--dataset_streaming false"),
 )  # fmt: skip
 
 
 def _unread(setting: str, is_read: Condition, where: str, meant: str) -> Rule:
-    """Advice about a setting that is written, and on, though nothing reads it."""
+    """Return a rule: advice about a setting that the user switched on although nothing reads it."""
     return advice_row(
         f"{setting}_is_read", setting,
         lambda run: run.explicit(setting) and run[setting] not in (None, False, "", {}, []) and not is_read(run),
         f"is ignored {where}", f"{meant}, or leave it out",
-        "The run trains as if the setting had not been written, without a word.",
+        "The run ignores the setting and prints no warning.",
     )  # fmt: skip
 
 
@@ -139,25 +139,25 @@ def setting_is_read(run: RunSpec, setting: str) -> bool:
 
 # --- Ranges ---------------------------------------------------------------------------------------
 
-# what is legal | the same as a condition | settings
-# Values outside are accepted, and mean another thing or fail once model and data are loaded.
+# legal values in words | legal values as a condition | settings
+# Libraries accept other values. These mean something else, or fail once model and data are loaded.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a whole number from 1 up", lambda value: value >= 1,
      "global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "eval_accumulation_steps dataloader_prefetch_factor early_stopping_patience dataset_num_proc lora_r "
-     "save_total_limit"),  # of which Trainer takes 0 for no limit
+     "save_total_limit"),  # Trainer takes 0 for no limit
     ("a number of steps, or -1 for num_train_epochs", lambda value: value == -1 or value > 0, "max_steps"),
     ("a number of steps, or a fraction of the run below 1", lambda value: value > 0, "logging_steps save_steps"),
     ("a number of steps, or a fraction of the run below 1", lambda value: value >= 0, "eval_steps"),
-    ("more than 0", lambda value: value > 0, "num_train_epochs memory_limit lora_alpha"),
-    ("0 or more", lambda value: value >= 0, "eval_delay learning_rate weight_decay"),
-    ("0 or more, and 0 turns clipping off", lambda value: value >= 0, "max_grad_norm"),
-    ("from 0 to 1", lambda value: 0 <= value <= 1, "label_smoothing_factor"),
-    ("from 0 to below 1", lambda value: 0 <= value < 1, "lora_dropout"),
+    ("a number above 0", lambda value: value > 0, "num_train_epochs memory_limit lora_alpha"),
+    ("a number from 0 up", lambda value: value >= 0, "eval_delay learning_rate weight_decay"),
+    ("a number from 0 up; 0 turns clipping off", lambda value: value >= 0, "max_grad_norm"),
+    ("a number from 0 to 1", lambda value: 0 <= value <= 1, "label_smoothing_factor"),
+    ("a number from 0 to below 1", lambda value: 0 <= value < 1, "lora_dropout"),
     ("a whole number from 0 to 4294967295", lambda value: 0 <= value < 2**32, "seed"),
     ("all, non_padding or no", lambda value: value in (True, False, "all", "non_padding", "no"),
      "include_num_input_tokens_seen"),  # any other word counts as `all`
-    ("at least 2: a token and the one to predict", lambda value: value >= 2, "max_length"),
+    ("at least 2: a token, and the next token to predict", lambda value: value >= 2, "max_length"),
 )  # fmt: skip
 
 
@@ -167,9 +167,9 @@ def _in_range(setting: str, range_: str, is_legal: Callable[[Any], bool]) -> Rul
         if value is None or is_legal(value) or not setting_is_read(run, setting):
             return
         shown = f"{value:g}" if isinstance(value, float) else value
-        yield problem(run, setting, f"{shown} is out of range", f"{setting} is {range_}")
+        yield problem(run, setting, f"{shown} is out of range", f"set {setting} to {range_}")
 
-    return Rule(f"{setting}_is_in_range", "Other values fail late, or mean another thing without a word.", judge)
+    return Rule(f"{setting}_is_in_range", "A value out of range fails late, or silently means something else.", judge)
 
 
 # --- Packages -------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _package(setting: str, needed: Condition, module: str, distribution: str) ->
         if needed(run) and not available(run, module):
             yield missing(run, setting, distribution)
 
-    return Rule(f"{setting}_has_{module}", "ImportError, once model and data are loaded.", judge)
+    return Rule(f"{setting}_has_{module}", "The run ends in an ImportError once model and data are loaded.", judge)
 
 
 # --- What else is wrong ---------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _compiles(run: RunSpec) -> bool:
 
 
 def _unscales_its_weights(run: RunSpec) -> bool:
-    """True for float16 weights under fp16's scaler, which a CPU does not use."""
+    """True if fp16's gradient scaler, which only a GPU uses, would get gradients in float16."""
     is_scaled = mixed_precision(run) == "fp16" and on_gpu(run) and not uses_deepspeed(run)
     return is_scaled and run["dtype"] == "float16" and not run["use_peft"]
 
@@ -216,7 +216,7 @@ def _compares(run: RunSpec) -> bool:
 
 
 def _asks_deepspeed_for_its_rate(run: RunSpec) -> bool:
-    """True for a schedule that reads the optimizer's rate, once DeepSpeed has wrapped it."""
+    """True if the schedule reads the learning rate from an optimizer that DeepSpeed has wrapped."""
     name, content = run["lr_scheduler_type"], deepspeed_file(run) or {}
     reads = name == "polynomial" or (name.endswith("with_min_lr") and mapping(run["lr_scheduler_kwargs"]).get("min_lr"))
     return bool(reads) and uses_deepspeed(run) and not {"optimizer", "scheduler"} & set(content)
@@ -231,108 +231,106 @@ _ERRORS = (
     error_row("accumulation_is_said_once", "accelerator_config",
               lambda run: gradient_accumulation_kwargs(run).get("num_steps") not in (None, 1)
               or ("num_steps" in gradient_accumulation_kwargs(run) and run["gradient_accumulation_steps"] != 1),
-              "num_steps changes the global batch", "--gradient_accumulation_steps, without num_steps",
-              "It replaces gradient_accumulation_steps without a word, or fails beside it."),
+              "num_steps changes the global batch", "use --gradient_accumulation_steps, without num_steps",
+              "num_steps silently replaces gradient_accumulation_steps, or fails beside it."),
     error_row("batches_are_not_split", "accelerator_config",
               lambda run: is_true(accelerator_config(run).get("split_batches")) and run.world_size > 1,
               "split_batches changes the global batch", "leave split_batches out",
-              "It divides the micro-batch by the processes: the global batch gets smaller."),
+              "split_batches divides the micro-batch by the number of processes: the global batch gets smaller."),
     error_row("batches_come_out_even", "accelerator_config",
               lambda run: accelerator_config(run).get("even_batches", True) is False
               and run.world_size > 1 and not run["dataloader_drop_last"],
-              "even_batches false can leave ranks waiting for each other for ever",
+              "even_batches false can leave ranks waiting for each other forever",
               "leave even_batches on: examples that only fill up the last batch are not counted",
-              "If a rank has one batch fewer, the others wait for it until a timeout."),
+              "If a rank has one batch fewer, the other ranks wait for this rank until a timeout."),
 
-    # Precision and the card
+    # Precision and the GPU
     error_row("bf16_needs_sm80", "bf16 bf16_full_eval", lambda run: on_gpu(run) and run.hardware.capability < (8, 0),
               lambda run: "is only emulated on compute capability {}.{}".format(*run.hardware.capability),
               "--fp16, with --bf16 false",
-              "A T4 or V100 computes bf16 several times slower than fp16; torch calls it supported."),
+              "A T4 or V100 computes bf16 several times slower than fp16, though torch reports bf16 as supported."),
     error_row("tf32_needs_sm80", "tf32", lambda run: run["tf32"] and run.hardware.capability < (8, 0),
               "needs a GPU of compute capability 8.0", "leave it out",
-              "`ValueError: --tf32 requires Ampere or a newer GPU arch, cuda>=11 and torch>=1.7`"),
+              "On an older GPU: `ValueError: --tf32 requires Ampere or a newer GPU arch, cuda>=11 and torch>=1.7`"),
     error_row("fp8_needs_sm89", "mixed_precision",
               lambda run: "fp8" in (mixed_precision(run), run.engine.mixed_precision) and on_gpu(run)
               and run.hardware.capability < (8, 9),
               lambda run: "fp8 needs compute capability 8.9, and the GPU has {}.{}".format(*run.hardware.capability),
               "mixed_precision: 'no'",
-              "`insufficient for FP8 mixed precision training ... Will use FP16 instead.`, in a log."),
+              "Only a log reports: `insufficient for FP8 mixed precision training ... Will use FP16 instead.`"),
     error_row("fp16_weights_cannot_be_unscaled", "dtype", _unscales_its_weights,
               "float16 weights cannot be trained with fp16", "--dtype float32: fp16 still computes in 16 bits",
-              "`ValueError: Attempting to unscale FP16 gradients.` in the first step."),
+              "The first step fails: `ValueError: Attempting to unscale FP16 gradients.`"),
 
     # Compilation
     error_row("compile_settings_compile", "torch_compile_backend torch_compile_mode",
               lambda run: run.explicit("torch_compile") and not run["torch_compile"],
-              "turns torch_compile on, which is switched off", "leave it out",
-              "A backend or a mode compiles even with `torch_compile false`."),
+              "turns torch_compile on, although --torch_compile is false", "leave it out",
+              "A backend or a mode compiles the model even with `torch_compile false`."),
 
     error_row("checkpointing_settings_are_a_mapping", "gradient_checkpointing_kwargs",
               lambda run: run["gradient_checkpointing"] and isinstance(run["gradient_checkpointing_kwargs"], str),
-              "'{gradient_checkpointing_kwargs}' is not a JSON object, and a file cannot be given here",
-              '{{"use_reentrant": false}}', "`ValueError: dictionary update sequence`, once the model is loaded."),
+              "'{gradient_checkpointing_kwargs}' is not a JSON object, and a file is not accepted here",
+              '{{"use_reentrant": false}}', "Once the model is loaded: `ValueError: dictionary update sequence`."),
 
     # Optimizer and schedule
     error_row("the_schedule_works_under_deepspeed", "lr_scheduler_type", _asks_deepspeed_for_its_rate,
-              "{lr_scheduler_type} reads the rate from optimizer.defaults, which DeepSpeed's optimizer lacks",
+              "{lr_scheduler_type} reads optimizer.defaults, which DeepSpeed's optimizer does not have",
               "--lr_scheduler_type linear, or min_lr_rate (a fraction of the learning rate) in place of min_lr",
-              "`'DeepSpeedZeroOptimizer' object has no attribute 'defaults'`, once the model is loaded."),
+              "Once the model is loaded: `'DeepSpeedZeroOptimizer' object has no attribute 'defaults'`."),
 
     # Evaluation and the best model
     error_row("the_best_model_needs_evaluation", "load_best_model_at_end",
               lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == "no" != run["save_strategy"],
-              "needs evaluations, by which the best is found",
+              "needs evaluations to find the best model",
               "--eval_strategy epoch --dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'",
-              "`--load_best_model_at_end requires the save and eval strategy to match`, once the libraries are there."),
+              "After the imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
     error_row("saving_the_best_needs_evaluation", "save_strategy",
               lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
               "best needs evaluations, and a metric to compare them",
               "--eval_strategy steps --metric_for_best_model loss",
-              "Without evaluations nothing is ever saved, silently; without a metric a ValueError comes late."),
+              "Without evaluations the run silently saves nothing; without a metric it ends late in a ValueError."),
     error_row("early_stopping_needs_evaluation", "early_stopping_patience",
               lambda run: run["early_stopping_patience"] is not None
               and (run["eval_strategy"] == "no" or not _compares(run)),
-              "counts evaluations without a better one: it needs evaluations, and a metric to compare them",
+              "needs evaluations, and a metric to compare them",
               "--eval_strategy steps --load_best_model_at_end",
-              "`EarlyStoppingCallback requires IntervalStrategy of steps or epoch`, or a metric, as training begins."),
+              "As training begins: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch`, or a metric."),
 
     # Checkpoints
     error_row("output_has_a_folder", "output_dir", lambda run: not run["output_dir"],
               "does not name a folder", "--output_dir FOLDER, or leave it out",
-              'A shell variable that is not set (--output_dir "$OUT") is a `FileNotFoundError` at the first save.'),
+              'With an unset shell variable (--output_dir "$OUT"), the first save ends in a `FileNotFoundError`.'),
     error_row("weights_alone_cannot_find_the_best", "save_only_model",
               lambda run: run["save_only_model"] and run["load_best_model_at_end"]
               and (uses_deepspeed(run) or uses_fsdp(run)),
               "cannot be combined with load_best_model_at_end under DeepSpeed or FSDP", "leave it out",
-              "`DeepSpeed can't be used with save_only_model along with load_best_model_at_end`, late."),
+              "The run ends late: `DeepSpeed can't be used with save_only_model along with load_best_model_at_end`."),
     error_row("resume_contradicts_fresh", "resume_from_checkpoint",
               lambda run: run["resume_from_checkpoint"] and run["fresh"]
               and str(run["resume_from_checkpoint"]).lower() != "true",
-              "contradicts --fresh", "leave one of them out", "The checkpoint would be moved aside before it is read."),
+              "contradicts --fresh", "leave one of the two out", "--fresh moves the checkpoint before it is read."),
 )  # fmt: skip
 
 
 def _fine_tunes(run: RunSpec) -> bool:
-    """True for a training of pretrained weights. A plan trains nothing."""
+    """True if train.py trains pretrained weights. A plan trains nothing."""
     return run["model_name_or_path"] is not None and not run["from_scratch"] and run.place.by_train_py
 
 
 def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
-    """The lowest and highest usual learning rate of AdamW, and the papers that trained at such
-    rates.
-    """
+    """The lowest and highest usual learning rate of AdamW, and the papers that used such rates."""
     if run["use_peft"]:
-        return 1e-4, 1e-3, "LoRA: Hu et al. 2021 take 2e-4 to 5e-4, Dettmers et al. 2023 1e-4 to 2e-4"
-    return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 take 2e-5 to 5e-5, Touvron et al. 2023 2e-5"
+        return 1e-4, 1e-3, "LoRA: Hu et al. 2021 use 2e-4 to 5e-4, Dettmers et al. 2023 1e-4 to 2e-4"
+    return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 use 2e-5 to 5e-5, Touvron et al. 2023 2e-5"
 
 
 _ADVICE = (
-    # Trains, but not what somebody may think
+    # Trains differently from what the user may expect
     advice_row("fp16_needs_a_gpu", "fp16",
                lambda run: run["fp16"] and not (run["bf16"] or on_gpu(run) or uses_deepspeed(run)),
-               "does nothing on a CPU: this run trains in fp32", "--bf16 instead, or leave it out",
-               "The run reports fp16, and trains in fp32."),
+               "does nothing on a CPU: this run trains in fp32", "use --bf16 instead, or leave it out",
+               "The run reports fp16, but trains in fp32."),
     advice_row("sixteen_bit_weights_lose_small_updates", "dtype",
                lambda run: run["dtype"] != "float32" and not run["use_peft"] and not uses_deepspeed(run)
                and not _unscales_its_weights(run),
@@ -342,7 +340,7 @@ _ADVICE = (
     # Costs time
     advice_row("compiling_needs_one_shape", "torch_compile", lambda run: _compiles(run) and not run["packing"],
                "compiles again for every new length of a batch", "--packing, or leave it out",
-               "`accelerate launch` compiles with dynamic=False."),
+               "`accelerate launch` compiles with dynamic=False, so each new length costs another compilation."),
 )  # fmt: skip
 
 
@@ -350,10 +348,10 @@ _OF_TRAIN_PY = (
     # Adapters and weights in 4 bits
     error_row("four_bits_need_adapters", "load_in_4bit", lambda run: run["load_in_4bit"] and not run["use_peft"],
               "weights in 4 bits cannot be trained", "--use_peft",
-              "`You cannot perform fine-tuning on purely quantized models`, when the Trainer is built."),
+              "Building the Trainer fails: `You cannot perform fine-tuning on purely quantized models`."),
     error_row("adapters_need_trained_weights", "load_in_4bit use_peft",
               lambda run: run["from_scratch"] if run["model_name_or_path"] is not None else run.place.by_train_py,
-              "freezes or quantises trained weights, and there are none",
+              "freezes or quantises trained weights, and this run has none",
               "name a model with --model_name_or_path, without --from_scratch",
               "The frozen weights are random: nothing but the adapters learns."),
     error_row("classifier_adapters_have_one_type", "use_peft",
@@ -361,7 +359,7 @@ _OF_TRAIN_PY = (
               and mixed_precision(run) in ("bf16", "fp16"),
               "ZeRO-3 does not train adapters and a classification head in 16 bits",
               "--recipe memory (ZeRO-2), or --bf16 false --fp16 false",
-              "`AssertionError` in DeepSpeed's defragment: the new head is in 16 bits, LoRA in fp32."),
+              "DeepSpeed's defragment ends in `AssertionError`: the new head is in 16 bits, LoRA in fp32."),
 
     # Rows and batches
     error_row("classification_takes_rows_as_they_are", "packing assistant_only_loss completion_only_loss",
@@ -371,41 +369,41 @@ _OF_TRAIN_PY = (
     error_row("dispatched_batches_have_one_shape", "accelerator_config",
               lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1
               and not run["packing"],
-              "dispatch_batches needs batches of one length, and these vary",
+              "dispatch_batches needs batches of one length, and the lengths here vary",
               "--packing, or leave dispatch_batches out",
-              "`You can't use batches of different size with dispatch_batches=True`, in the first step."),
+              "The first step fails: `You can't use batches of different size with dispatch_batches=True`."),
 
     # Data
     error_row("only_the_demonstration_has_no_data", "dataset_name",
               lambda run: run["dataset_name"] is None and run.place.by_train_py
               and (run["model_name_or_path"] is not None or run["task"] == "sequence_classification"),
-              "is missing: the demonstration's texts would be trained on, which have no labels",
-              "--dataset_name FILE_OR_HUB_ID", "The run would end well, and the model would be worse."),
+              "is missing: the run would train on the demonstration's texts, which have no labels",
+              "--dataset_name FILE_OR_HUB_ID", "The run would succeed, and make the model worse."),
     error_row("only_the_demonstration_has_no_model", "model_name_or_path",
               lambda run: run["model_name_or_path"] is None and run["dataset_name"] is not None
               and run.place.by_train_py,
-              "is missing: the demonstration's small decoder would be trained on these data",
-              "--model_name_or_path FOLDER_OR_HUB_ID", "The run would end well, with a toy as its model."),
+              "is missing: the run would train the demonstration's small decoder on this data",
+              "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
               lambda run: run["task"] != "causal_lm" and (_parts(run)[1:] or any(part.columns for part in _parts(run))),
               "is a mixture or renames columns, and --task is {task}",
-              "one source with all labels; --dataset_text_field and --dataset_label_field name its columns",
-              "Each part would have classes of its own, and nothing would rename the columns."),
+              "use one source with all labels; --dataset_text_field and --dataset_label_field name its columns",
+              "Each part would have classes of its own, and train.py would not rename the columns."),
     error_row("a_streamed_mixture_has_weights", "dataset_name",
               lambda run: run["dataset_streaming"] and _parts(run)[1:] and _parts(run)[0].weight is None,
-              "is a mixture without weights: each part would be read whole, and nobody knows a stream's size",
+              "is a mixture without weights: each stream would be read to its end, and may have no end",
               lambda run: f"dataset_name: {[dict(name=part.name, weight=1) for part in _parts(run)]}"
               " in a file for --config",
               "Without weights each part is read to its end, which a stream may not have."),
     error_row("a_stream_is_told_how_long", "max_steps",
               lambda run: run["dataset_streaming"] and run["max_steps"] <= 0,
-              "is missing: nobody knows how many examples a stream has, and an epoch of it has no end",
-              "--max_steps 1000, or as many as you like",
-              "`The train_dataset does not implement __len__, max_steps has to be specified`"),
+              "is missing: the number of examples in a stream is unknown, so an epoch has no known end",
+              "--max_steps 1000, or another number",
+              "Trainer refuses it: `The train_dataset does not implement __len__, max_steps has to be specified`"),
     error_row("a_stream_has_no_classes", "dataset_streaming",
               lambda run: run["dataset_streaming"] and run["task"] == "sequence_classification",
-              "the classes are known once all rows are read, and a stream never is", "--dataset_streaming false",
-              "The classes are numbered before training."),
+              "cannot be used for classification: listing the classes takes all rows", "--dataset_streaming false",
+              "train.py numbers the classes before training, for which it reads all rows."),
     advice_row("learning_rates_are_usual", "learning_rate",
                lambda run: _fine_tunes(run) and run["optim"].startswith("adamw")
                and not _usual_rates(run)[0] <= run["learning_rate"] <= _usual_rates(run)[1],
@@ -414,28 +412,28 @@ _OF_TRAIN_PY = (
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
                lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],
-               "is no: nothing shows when the model learns by heart",
+               "is no: nothing shows when the model overfits",
                "--eval_strategy epoch --dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"),
 
     # What train.py does, and what it does not
     error_row("a_training_trains", "do_train", lambda run: run.explicit("do_train") and not run["do_train"],
-              "is off, and train.py always trains", "leave it out", "It would train all the same."),
+              "is off, and train.py always trains", "leave it out", "train.py would train anyway."),
     error_row("evaluating_needs_data", "eval_on_start",
               lambda run: run["eval_on_start"] and run["eval_strategy"] == "no",
               "has no data to evaluate on without eval_strategy", "--eval_strategy steps",
-              "`ValueError: Trainer: evaluation requires an eval_dataset.`, as training begins."),
+              "Training ends as it begins: `ValueError: Trainer: evaluation requires an eval_dataset.`"),
     error_row("accuracy_is_computed_at_the_end", "batch_eval_metrics",
               lambda run: run["task"] == "sequence_classification" and run["batch_eval_metrics"],
               "cannot be combined with the metrics of train.py", "leave it out",
-              "The metrics need all predictions, and have no `compute_result`."),
+              "train.py's metrics need all predictions at once, and take no `compute_result`."),
     error_row("labels_have_one_name", "label_names",
               lambda run: run["label_names"] not in (None, ["labels"]) and run["eval_strategy"] != "no",
               "{label_names} are not in the batches of train.py", "leave it out",
-              "`KeyError: ... 'eval_loss', which is not found`, after the first evaluation."),
+              "The first evaluation ends in `KeyError: ... 'eval_loss', which is not found`."),
 )  # fmt: skip
 
 
-# Of the problems that rows find, errors are reported first, else in this order.
+# `check` reports errors before advice, and otherwise in this order.
 ROWS: tuple[Rule, ...] = (
     *(_in_range(name, range_, is_legal) for range_, is_legal, names in _RANGES for name in names.split()),
     *_ERRORS,

@@ -1,6 +1,5 @@
-"""Rules about training itself: nested settings, precision and the card, optimizer and schedule,
-evaluation, checkpoints. Rules of one expression, such as those about bf16 and tf32, are rows in
-`table`.
+"""Rules about training: nested settings, precision and the GPU, optimizer and schedule, evaluation,
+and checkpoints. Most rules of one expression, such as those about bf16 and tf32, are in `table`.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from recipes.run.recorded import began_from
 
 @rule
 def nested_settings_are_known(run):
-    """fsdp_config accepts any key in silence; elsewhere a misspelt one fails in the first step, or
-    the library does not say whose it is.
+    """fsdp_config silently accepts any key. In the other settings a misspelt key fails only in the
+    first step, or the library's error does not name the setting.
     """
     names = ("accelerator_config", "gradient_checkpointing_kwargs", "fsdp_config")
     sections = {name: mapping(run[name]) for name in names}
@@ -53,28 +52,28 @@ def nested_settings_are_known(run):
         name = section if section in names else "accelerator_config"
         known = legal.names(section) if setting_is_read(run, name) else ()
         for key in sorted({str(key).removeprefix("fsdp_") for key in content} - {*known}) if known else ():
-            fix = nearest(key, known) or "one of " + ", ".join(sorted(known))
+            fix = nearest(key, known) or "use one of " + ", ".join(sorted(known))
             yield problem(run, name, f"has no key {key!r}", fix)
 
 
 @rule
 def nested_files_can_be_read(run):
-    """`FileNotFoundError` in every rank; and until then the rules judge a run without that file."""
+    """Every rank ends in `FileNotFoundError`, after rules have judged a run without the file."""
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         value = run[name]
         if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
             continue
         if what := read_json(value)[1]:
-            yield problem(run, name, what, "a JSON object, or the path of a JSON file that holds one")
+            yield problem(run, name, what, "give a JSON object, or the path of a file with one")
 
 
-# Modules whose names differ from the name in `report_to`: one of them is needed.
+# Name in `report_to` -> the modules of which one is needed, where the names differ.
 _REPORTED_BY = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "", "tensorboard": "tensorboard tensorboardX"}
 
 
 @rule
 def reports_have_their_packages(run):
-    """`... requires ... to be installed`, once model and data are loaded."""
+    """The run ends in `... requires ... to be installed` once model and data are loaded."""
     asked = [run["report_to"]] if isinstance(run["report_to"], str) else run["report_to"] or []
     for name in (name for name in asked if name in legal.names("report_to")):
         modules = _REPORTED_BY.get(name, name).split()
@@ -84,25 +83,25 @@ def reports_have_their_packages(run):
 
 @rule
 def fit_chooses_the_micro_batch(run):
-    """--fit has nothing left to find."""
+    """--fit searches for the micro-batch: if the user sets it, nothing is left to search for."""
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps") if run["fit"] else ():
         if run.explicit(name):
-            yield problem(run, name, "is what --fit finds", "leave it out, or leave --fit out")
+            yield problem(run, name, "is the value that --fit searches for", "leave it out, or leave --fit out")
 
 
-# --- Compilation, precision and the card ----------------------------------------------------------
+# --- Compilation, precision and the GPU -----------------------------------------------------------
 
 
 @rule
 def yaml_compiles_what_the_arguments_do_not(run):
-    """A dynamo backend in the YAML compiles despite `torch_compile=False`; DeepSpeed ignores it."""
+    """A dynamo backend in the YAML compiles despite `torch_compile=False`. DeepSpeed ignores it."""
     backend = run.engine.dynamo_backend
     if backend == "no":
         return
     if run.engine.kind == "deepspeed":
-        yield in_yaml(run, "dynamo_config", "is ignored under DeepSpeed", "--torch_compile", "advice")
+        yield in_yaml(run, "dynamo_config", "is ignored under DeepSpeed", "use --torch_compile", "advice")
     elif not run["torch_compile"]:
-        what = f"{backend} compiles a run whose torch_compile is off"
+        what = f"{backend} compiles the model although torch_compile is off"
         from_a_file = "remove it from the YAML" if run.engine.raw else "unset ACCELERATE_DYNAMO_BACKEND"
         yield in_yaml(run, "dynamo_config", what, f"{from_a_file}, or --torch_compile")
 
@@ -111,7 +110,7 @@ def yaml_compiles_what_the_arguments_do_not(run):
 def yaml_precision_agrees_with_arguments(run):
     """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`.
 
-    TrainingArguments that say fp16 or bf16 win over the YAML: as asked, if the user wrote them.
+    fp16 or bf16 in TrainingArguments wins over the YAML. If the user wrote it, that is only advice.
     """
     asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
     given = run.engine.mixed_precision
@@ -127,9 +126,9 @@ def yaml_precision_agrees_with_arguments(run):
 
 @rule
 def torch_has_kernels_for_the_card(run):
-    """`no kernel image is available for execution on the device`, at the first kernel.
+    """The first kernel fails: `no kernel image is available for execution on the device`.
 
-    Since torch 2.11 only the cu126 wheels hold kernels for cards before Turing, such as the V100:
+    Since torch 2.11 only the cu126 wheels contain kernels for GPUs before Turing, such as the V100:
     https://github.com/pytorch/pytorch/pull/175253
     """
     release, _, built = (legal.version("torch") or "").partition("+")
@@ -137,7 +136,7 @@ def torch_has_kernels_for_the_card(run):
     if not on_gpu(run) or run.hardware.capability >= (7, 5) or numbers < [2, 11] or built == "cu126":
         return
     what = f"torch {numbers[0]}.{numbers[1]} has kernels for {run.hardware.gpus[0].name} only if built for CUDA 12.6"
-    fix = "a torch built for CUDA 12.6, as its installation page offers"
+    fix = "install a torch built for CUDA 12.6: see torch's installation page"
     is_certain = built[:2] in ("", "cu") and not run.place.is_elsewhere  # another torch may be installed there
     yield Problem("gpu", what, fix, "torch's release notes", "error" if is_certain else "advice")
 
@@ -147,20 +146,20 @@ def torch_has_kernels_for_the_card(run):
 
 @rule
 def warmup_ends_before_the_run(run):
-    """The learning rate would never reach its value, silently.
+    """The learning rate silently never reaches its full value.
 
-    Where epochs say how long the run is, train.py applies `warmup_within` once it has the data.
+    If epochs set the length of the run, train.py calls `warmup_within` once it has loaded the data.
     """
     if run["max_steps"] > 0:
         yield from warmup_within(run, run["max_steps"])
 
 
 def warmup_within(run: RunSpec, steps: int) -> Iterator[Problem]:
-    """Advice about a warm-up that does not end within `steps` optimizer steps."""
+    """Yield advice if the user's warm-up does not end within `steps` optimizer steps."""
     warmup = run["warmup_steps"] if run["warmup_steps"] >= 1 else round(run["warmup_steps"] * steps)
     if setting_is_read(run, "warmup_steps") and run.explicit("warmup_steps") and warmup >= steps:
         what = f"{warmup:g} steps of warm-up do not end before the run, which has {steps}"
-        yield advice(run, "warmup_steps", what, f"fewer than {steps}, or a value below 1 for a fraction of the run")
+        yield advice(run, "warmup_steps", what, f"use fewer than {steps}, or a value below 1 for a fraction of the run")
 
 
 # --- The best model -------------------------------------------------------------------------------
@@ -169,18 +168,18 @@ def warmup_within(run: RunSpec, steps: int) -> Iterator[Problem]:
 @rule
 @of_train_py
 def best_metric_is_reported(run):
-    """`KeyError: The metric_for_best_model ... which is not found`, after the first evaluation."""
+    """The first evaluation ends in `KeyError: The metric_for_best_model ... which is not found`."""
     wanted = run["metric_for_best_model"]
     if not wanted or run["eval_strategy"] == "no":
         return
     known = ["loss"]
     if run["task"] == "sequence_classification" and not run["prediction_loss_only"]:
-        kinds = [run["problem_type"]] if run["problem_type"] else list(METRICS)  # None: the data will tell
+        kinds = [run["problem_type"]] if run["problem_type"] else list(METRICS)  # None: the data decides later
         known += dict.fromkeys(metric for kind in kinds for metric in METRICS[kind])
     speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
     if wanted.removeprefix("eval_") not in (*known, *speeds):
         fix = nearest(wanted, known) or " or ".join(known)
-        yield problem(run, "metric_for_best_model", f"{wanted} is not reported", fix)
+        yield problem(run, "metric_for_best_model", f"{wanted} is not reported by the evaluation", fix)
 
 
 def _smaller_is_better(run: Settings) -> bool | None:
@@ -195,13 +194,13 @@ def _better(run: Settings) -> str:
 
 
 def pushed_to(run: Settings) -> str:
-    """The repository's name as Trainer chooses it, with or without its owner."""
+    """The name of the Hub repository that Trainer pushes to, with or without the owner."""
     return run["hub_model_id"] or Path(run["output_dir"]).absolute().name
 
 
 def _resumes_from_nothing(run: RunSpec) -> bool:
-    """True if the checkpoint is missing, unless this run began there: then it has its own
-    checkpoints.
+    """True if the checkpoint is missing. False if the run in the output folder began from it: that
+    run has later checkpoints of its own.
     """
     wanted = run["resume_from_checkpoint"]
     if not wanted or str(wanted).lower() == "true" or run["fresh"]:
@@ -210,7 +209,7 @@ def _resumes_from_nothing(run: RunSpec) -> bool:
 
 
 def _saves_in_shards(run: RunSpec) -> bool:
-    """True for FSDP's SHARDED_STATE_DICT, which accelerate takes for FSDP2 if a YAML has none."""
+    """True if FSDP saves a SHARDED_STATE_DICT, which is accelerate's default for FSDP2."""
     default = "SHARDED_STATE_DICT" if fsdp_version(run) == 2 else "FULL_STATE_DICT"
     saved_as = str(fsdp_section(run).get("state_dict_type") or default).upper()
     return uses_fsdp(run) and saved_as in ("SHARDED_STATE_DICT", "3")  # its number in torch's StateDictType
@@ -218,10 +217,10 @@ def _saves_in_shards(run: RunSpec) -> bool:
 
 @rule
 def zero3_saves_whole_weights(run):
-    """Otherwise ZeRO-3 writes a warning instead of model.safetensors: there is nothing to load.
+    """If zero3_save_16bit_model is off, ZeRO-3 prints a warning and saves no model.safetensors.
 
-    So does DeepSpeed's tensor parallelism, at any stage, whose checkpoints `zero_to_fp32.py` cannot
-    read either. train.py saves a whole model at the end all the same.
+    DeepSpeed's tensor parallelism does the same at any stage, and `zero_to_fp32.py` cannot read its
+    checkpoints either. In all cases train.py saves a whole model at the end.
     """
     divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp > 1)
     if not divided or run["save_strategy"] == "no":
@@ -257,24 +256,24 @@ def _replaces_the_optimizer(run: RunSpec) -> bool:
 ROWS = (
     error_row("offload_needs_adamw", "optim",
               lambda run: _replaces_the_optimizer(run) and run["optim"] not in _WORKS_WITH_OFFLOAD,
-              "{optim} fails, or DeepSpeedCPUAdam replaces it, under ZeRO's optimizer offload", "--optim adamw_torch",
+              "{optim} fails or is replaced by DeepSpeedCPUAdam under ZeRO's optimizer offload", "--optim adamw_torch",
               "Offload runs DeepSpeedCPUAdam, which silently replaces SGD and 8-bit Adam; other optimizers crash."),
     advice_row("every_evaluation_is_saved", "save_steps",
                lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == run["save_strategy"] == "steps"
                and 0 < (run["eval_steps"] or run["logging_steps"]) < run["save_steps"],
-               "{save_steps:g} saves fewer models than are evaluated, and maybe not the best",
+               "{save_steps:g} saves fewer models than are evaluated, and may miss the best one",
                "leave it out: saving follows evaluation",
-               "Trainer loads the best model that was saved: an older one than the best, or none at all."),
+               "Trainer loads only a saved model: if the best one was not saved, an older one, or none at all."),
     advice_row("best_is_the_better_value", "greater_is_better",
                lambda run: _smaller_is_better(run) is not None and run["greater_is_better"] == _smaller_is_better(run)
                and (run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]),
                lambda run: f"is {str(run['greater_is_better']).lower()}, but a {_better(run)} is better",
-               "leave it out", "The worst model is kept as the best, and early stopping waits for a worse one."),
+               "leave it out", "Trainer keeps the worst model as the best, and early stopping waits for a worse one."),
     error_row("resume_starts_from_something", "resume_from_checkpoint", _resumes_from_nothing,
               "{resume_from_checkpoint} is not a folder", "leave it out: resuming is automatic",
-              "`Can't find a valid checkpoint at ...`, after model and data are loaded."),
+              "After model and data are loaded, the run ends in `Can't find a valid checkpoint at ...`."),
     error_row("sharded_checkpoints_hold_the_optimizer", "save_only_model",
-              lambda run: run["save_only_model"] and _saves_in_shards(run), "needs whole weights",
+              lambda run: run["save_only_model"] and _saves_in_shards(run), "needs whole weights: FSDP saves shards",
               lambda run: f"{'' if run['fsdp'] else 'fsdp_'}state_dict_type: FULL_STATE_DICT in fsdp_config",
-              "`save_only_model option is not compatible with FSDP state dict type`, once the model is loaded."),
+              "Once the model is loaded: `save_only_model option is not compatible with FSDP state dict type`."),
 )  # fmt: skip

@@ -54,7 +54,7 @@ def test_a_lone_process_never_spreads_over_several_gpus(tmp_path):
 REFUSED = [
     (dict(lerning_rate=1e-4), "learning_rate"),
     (dict(use_peft=True), "has no such field"),
-    (dict(load_best_model_at_end=True), "needs evaluations, by which the best is found"),
+    (dict(load_best_model_at_end=True), "needs evaluations to find the best model"),
 ]
 
 

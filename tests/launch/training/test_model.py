@@ -71,7 +71,7 @@ def elsewhere(name, monkeypatch, **settings):
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("llama", {"max_length": 2049}, "2049 tokens are more than the 2048 positions"),
+        ("llama", {"max_length": 2049}, "2049 tokens exceed the model's 2048 positions"),
         ("bert", {}, "is an encoder"),
     ],
 )

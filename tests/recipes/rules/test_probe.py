@@ -142,7 +142,7 @@ def test_the_setting_that_is_refused_is_named_with_its_source():
     run = resolve(["--warmup_steps", "-1"], here(hardware=Hardware(), environment={}))
     (problem,) = probe(run)
     assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
-    assert "ValueError" in problem.what and problem.fix == "another value, or leave it out"
+    assert "ValueError" in problem.what and problem.fix == "use another value, or leave it out"
 
 
 def test_a_refusal_that_names_no_setting_is_handed_on_as_it_is():

@@ -199,9 +199,8 @@ def test_what_becomes_of_a_fault_is_told_apart(where, code, output, differs, kin
     assert resuming.judge(Outcome(code, output), fault, [Path(file)], lambda: differs)[0] == kind
 
 
-@pytest.fixture
-def finished(tmp_path, monkeypatch):
-    """A finished run in the current folder, and beside it what it left when nobody touched it."""
+def test_another_state_in_the_last_checkpoint_is_another_training(tmp_path, monkeypatch):
+    """Beside a finished run, what it left when nobody touched it."""
     import torch
     from safetensors.torch import save_file
 
@@ -209,27 +208,14 @@ def finished(tmp_path, monkeypatch):
     last.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     save_file({"weight": torch.ones(2)}, last.parent / "model.safetensors")
-    torch.save({"state": {0: {"exp_avg": torch.ones(2), "step": 6}}}, last / "optimizer.pt")
-    torch.save({"cpu": torch.arange(5), "python": (3, (1, 2), None)}, last / "rng_state.pth")
     (last.parent / "run.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.5, "eval_runtime": 7}]}))
-    (tmp_path / "single").mkdir()
-    (tmp_path / "single" / "left").write_bytes(pickle.dumps(resuming.left()))
-    return last
-
-
-CHANGED = {
-    "optimizer.pt": {"state": {0: {"exp_avg": [1, 1 + 1e-7], "step": 6}}},
-    "rng_state.pth": {"cpu": [0, 1, 2, 3, 4], "python": (3, (1, 3), None)},
-}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_another_state_in_the_last_checkpoint_is_another_training(name, finished, tmp_path):
-    import torch
-
-    assert not resuming.difference(tmp_path, "single")
-    torch.save(CHANGED[name], finished / name)
-    assert name in resuming.difference(tmp_path, "single")
+    for value in (1, 1 + 1e-7):
+        torch.save({"state": {0: {"exp_avg": [1, value], "step": 6}}}, last / "optimizer.pt")
+        if value == 1:
+            (tmp_path / "single").mkdir()
+            (tmp_path / "single" / "left").write_bytes(pickle.dumps(resuming.left()))
+            assert not resuming.difference(tmp_path, "single")
+    assert "optimizer.pt" in resuming.difference(tmp_path, "single")
 
 
 # --- The campaigns themselves ---------------------------------------------------------------------

@@ -152,7 +152,7 @@ def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
     """The hand-written loop: plain PyTorch in bf16 autocast."""
     import torch
 
-    from launch.training.timing import flops_per_token, peak_memory
+    from launch.training.timing import peak_memory
     from recipes.scaling.timings import WARM_UP_STEPS
     from tests.support.loop import loop_steps
 
@@ -168,7 +168,7 @@ def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
     tokens = GLOBAL_BATCH * length / step_time
     return {
         "tokens/s": tokens,
-        "MFU": _mfu(tokens, flops_per_token(model, length)),
+        "MFU": _mfu(tokens, model, length),
         "step ms": step_time * 1000,
         "peak GiB": peak_memory()["peak_memory_bytes"] / GIB,
         "start s": sum(seconds) - len(seconds) * step_time,
@@ -181,7 +181,6 @@ def recipe(size: str, flags: str, rehearse: bool, work: Path) -> Figures:
     `start s` is what the first steps took longer than the others, compilation among it.
     """
     from launch.data.demo import demo_tokenizer
-    from launch.training.timing import flops_per_token
     from recipes.scaling.timings import PARTS
 
     steps, length = _shape(rehearse)
@@ -203,10 +202,10 @@ def recipe(size: str, flags: str, rehearse: bool, work: Path) -> Figures:
         errors = re.findall(r"^(?:\[rank\d+\]: *)?((?:[\w.]*Error: |error  ).*)$", outcome.output, flags=re.M)
         raise RuntimeError(f"exit code {outcome.code}: {(errors or ['see the log'])[0]}")
     row, tokens = json.loads((output / "timings.jsonl").read_text()), outcome.record["tokens_per_second"]
-    flops = flops_per_token(model_of(size, device="meta"), length)
+    of_one = tokens / row["num_processes"]
     return {
         "tokens/s": tokens,
-        "MFU": None if "--use_peft" in flags else _mfu(tokens / row["num_processes"], flops),
+        "MFU": None if "--use_peft" in flags else _mfu(of_one, model_of(size, device="meta"), length),
         "step ms": 1000 * row["step_time"],
         "peak GiB": row["peak_memory"] / GIB,
         "start s": outcome.record["train_runtime"] - steps * row["step_time"],
@@ -232,8 +231,10 @@ def model_of(size: str, dtype: str = "float32", device: str = "cpu"):
         return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
 
 
-def _mfu(tokens_per_second: float, flops: float) -> float | None:
+def _mfu(tokens_per_second: float, model, length: int) -> float | None:
+    """The share of the GPU's peak; the input embedding, which is not tied, is a lookup."""
+    from recipes.planner.speed import model_flops
     from recipes.run import hardware
 
-    peak = hardware.read().peak_flops
+    peak, flops = hardware.read().peak_flops, model_flops(model.num_parameters(True), model.config, length)
     return tokens_per_second * flops / peak if peak else None

@@ -32,12 +32,7 @@ def examined(*words: str) -> tuple[int, dict[str, Check]]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = main(["doctor", "--json", *words])
-    return code, checks_in(printed.getvalue())
-
-
-def checks_in(text: str) -> dict[str, Check]:
-    """The checks of a report in JSON, by their titles."""
-    return {check["title"]: Check(**check) for check in json.loads(text)["checks"]}
+    return code, {check["title"]: Check(**check) for check in json.loads(printed.getvalue())["checks"]}
 
 
 def requested(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> Request:

@@ -3,7 +3,7 @@
     python -m tests.campaigns.resuming kills --seed S --count N [--engine E ...] [--workers K]
     python -m tests.campaigns.resuming damage --seed S --count N [--engine E ...] [--workers K]
 
-kills: until N SIGKILLs have hit, in chains of one to four, at the whole run or at one rank of it.
+kills: N chains of one to four SIGKILLs, at the whole run or at one rank of it.
 damage: N faults, each kind of them and each place at least once: in files of the newest checkpoint,
 in the whole of it, in two files, in the model that the run started from, its tokenizer and
 configuration, in the data and in run.json.
@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial, wraps
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -619,14 +618,12 @@ def is_named(file: Path, output: str) -> bool:
 
 # --- All of them ----------------------------------------------------------------------------------
 
-_WITHOUT_A_HIT = 20  # chains: then the moments do not come any more
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.resuming")
     parser.add_argument("what", choices=("kills", "damage"))
     parser.add_argument("--seed", default="0", help="any word; the same word draws the same [0]")
-    parser.add_argument("--count", type=int, default=30, help="how many kills that hit, or how many faults [30]")
+    parser.add_argument("--count", type=int, default=30, help="how many chains of kills, or faults [30]")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, metavar="E", default=PLAIN, help=", ".join(ENGINES))
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="runs at a time")
     parser.add_argument("--only", metavar="TRIAL", help="try what is printed of a lost run, and print its output")
@@ -648,18 +645,12 @@ def main() -> int:
 
 
 def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:
-    alone = chain_from(options.only) if options.only else None
-    engines = [alone.engine] if alone else options.engine
-    events = dict(results(partial(prepare, scratch), engines, options.workers))
-    drawn = (draw_kills(Random(f"{options.seed}-{number}"), events) for number in count())
-    left, missed = options.count, 0
-    while left > 0 and missed < _WITHOUT_A_HIT:
-        chains = [alone] if alone else [next(drawn) for _ in range(max(1, left // 3))]
-        for result in results(partial(killed, scratch), chains, options.workers):
-            left -= len(result.hits)
-            missed = 0 if result.hits else missed + 1
-            yield result
-        left *= alone is None
+    if options.only:
+        options.engine = [chain_from(options.only).engine]
+    events = dict(results(partial(prepare, scratch), options.engine, options.workers))
+    chains = [draw_kills(Random(f"{options.seed}-{number}"), events) for number in range(options.count)]
+    chains = [chain_from(options.only)] if options.only else chains
+    yield from results(partial(killed, scratch), chains, options.workers)
 
 
 def _damage(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:

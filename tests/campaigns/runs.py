@@ -367,7 +367,7 @@ def _local(parameter):
 
 # --- All ranks, as the launcher starts them -------------------------------------------------------
 
-_GRACE = 10  # seconds, for the ranks of a run that is watched
+_GRACE = 10  # seconds in which a rank may still say why it ends
 
 
 def forked(work: Callable[[], int | None], environment: Mapping[str, str] | None = None) -> int:
@@ -442,16 +442,16 @@ def _ranks(count: int, environment: Mapping[str, str], words: list[str]) -> int:
         pid, status = os.wait()
         running.discard(pid)
         if status:
-            _end(running, _GRACE if MOMENT in environment else 0)
+            _end(running)
             return os.waitstatus_to_exitcode(status)
     return 0
 
 
-def _end(ranks: set[int], grace: float) -> None:
+def _end(ranks: set[int]) -> None:
     """SIGTERM to those that one rank has left alone, and after a while SIGKILL."""
-    deadline = time.monotonic() + grace
+    deadline = time.monotonic() + _GRACE
     for pid in ranks:
-        os.kill(pid, signal.SIGTERM if grace else signal.SIGKILL)
+        os.kill(pid, signal.SIGTERM)
     while ranks and time.monotonic() < deadline:
         ranks.discard(os.waitpid(-1, os.WNOHANG)[0])
         time.sleep(0.02)

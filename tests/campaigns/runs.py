@@ -367,7 +367,7 @@ def _local(parameter):
 
 # --- All ranks, as the launcher starts them -------------------------------------------------------
 
-_GRACE = 10  # seconds in which a rank may still say why it ends
+_GRACE = 5  # seconds: a rank that another one leaves may still print why it ends too
 
 
 def forked(work: Callable[[], int | None], environment: Mapping[str, str] | None = None) -> int:
@@ -448,15 +448,14 @@ def _ranks(count: int, environment: Mapping[str, str], words: list[str]) -> int:
 
 
 def _end(ranks: set[int]) -> None:
-    """SIGTERM to those that one rank has left alone, and after a while SIGKILL."""
-    deadline = time.monotonic() + _GRACE
-    for pid in ranks:
-        os.kill(pid, signal.SIGTERM)
-    while ranks and time.monotonic() < deadline:
-        ranks.discard(os.waitpid(-1, os.WNOHANG)[0])
-        time.sleep(0.02)
-    for pid in ranks:
-        os.kill(pid, signal.SIGKILL)
+    """Wait for those that one rank has left alone; after a while SIGTERM, and at last SIGKILL."""
+    for number in (0, signal.SIGTERM, signal.SIGKILL):
+        for pid in ranks:
+            os.kill(pid, number)
+        deadline = time.monotonic() + _GRACE
+        while ranks and time.monotonic() < deadline:
+            ranks.discard(os.waitpid(-1, os.WNOHANG)[0])
+            time.sleep(0.02)
 
 
 # --- What becomes of it ---------------------------------------------------------------------------

@@ -24,8 +24,8 @@ if worker and hasattr(os, "sched_setaffinity"):  # a core each: threads of tiny 
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that the workers end together; DeepSpeed compiles at once."""
-    longest = "test_every_recipe test_slurm test_containers test_optimizer test_train_engines test_style test_rehearsal"
-    longest += " test_scale test_deepspeed_json test_parallelism test_preemption test_submit test_same_training"
+    longest = "test_every_recipe test_slurm test_containers test_train_engines test_style test_rehearsal"
+    longest += " test_scale test_parallelism test_preemption test_submit test_same_training"
     longest += " test_fit test_doctor test_explain test_out_of_memory test_train_switches test_trace"
     longest += " test_other_world"
     order = longest.split()
@@ -46,28 +46,10 @@ def no_site_file(tmp_path_factory) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A folder with a Llama of some 30 thousand parameters and the byte-level tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.support.models import write_llama
 
-    from launch.data.demo import demo_tokenizer
-
-    folder = tmp_path_factory.mktemp("tiny-model")
-    tokenizer = demo_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return write_llama(tmp_path_factory.mktemp("tiny-model"), max_position_embeddings=256, **sizes)
 
 
 @pytest.fixture(scope="session")

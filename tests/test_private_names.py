@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 
 import pytest
 
@@ -73,16 +74,12 @@ def test_the_installed_version_has_the_names(place):
 
 
 def test_every_private_name_that_the_code_uses_is_listed():
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files().values()}
-    ours = {name for tree in trees.values() for node in ast.walk(tree) for name in defined(node)}
-    listed = {*_OF_OBJECTS, *(name for names in NAMES.values() for name in names.split()), *NAMES}
-    missing = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        for name in foreign(node, ours)
-        if name not in listed
-    }
+    nodes = [
+        (path.relative_to(ROOT), node) for path in files().values() for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    known = {*_OF_OBJECTS, *(name for names in NAMES.values() for name in names.split()), *NAMES}
+    known |= {name for _, node in nodes for name in defined(node)}
+    missing = {f"{path}: {name}" for path, node in nodes for name in private(node) if name not in known}
     assert not missing, "\n" + "\n".join(sorted(missing))
 
 
@@ -96,14 +93,8 @@ def defined(node: ast.AST) -> list[str]:
     return [node.attr] if own and isinstance(node.ctx, ast.Store) else []
 
 
-def foreign(node: ast.AST, ours: set[str]) -> list[str]:
-    """The private names of a library that an expression reads, or a module that an import names."""
-    if isinstance(node, ast.Attribute):
-        return [node.attr] if is_private(node.attr) and node.attr not in ours else []
-    if isinstance(node, ast.ImportFrom) and node.module and any(map(is_private, node.module.split("."))):
-        return [node.module]
-    return []
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+def private(node: ast.AST) -> list[str]:
+    """The private attribute that an expression reads, or the private module of an import."""
+    names = [node.attr] if isinstance(node, ast.Attribute) else []
+    names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+    return [name for name in names if re.search(r"(^|\.)_(?!_)", name)]

@@ -3,10 +3,9 @@
     python -m tests.benchmarks.data [--megabytes 400] [--processes 1] [--without_trl]
 
 Writes a file of texts made of Python's own source, trains a small model on it packed, and
-starts the same command a second time. Prints for each the seconds to the first step, the peak of
-anonymous memory of all its processes (shared pages count once), and what the cache holds as a
-multiple of the tokens (4 bytes each). train.py's ranks wait 20 s for each other in the process
-group, which is shorter than the tokenizing and must not matter.
+starts the same command a second time. Prints for each the seconds to the first step. train.py's
+ranks wait 20 s for each other in the process group, which is shorter than the tokenizing and must
+not matter.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -33,15 +29,6 @@ from launch.data.demo import END_OF_TEXT, PADDING, demo_corpus
 LENGTH, STEPS, BATCH = 1024, 12, 8
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 STEP = re.compile(r"step +\d+/|\{'loss'")
-
-
-@dataclass
-class Start:
-    """What one start took."""
-
-    first_step: float = 0.0  # seconds until it was logged
-    peak_bytes: int = 0
-    cache_bytes: int = 0
 
 
 # --- What is trained ------------------------------------------------------------------------------
@@ -105,62 +92,24 @@ def train_with_trl(model: str, data: str, output: str) -> None:
 # --- How it is measured ---------------------------------------------------------------------------
 
 
-def start(command: list[str], cache: Path, processes: int) -> Start:
-    found = Start()
+def seconds_to_first_step(command: list[str], cache: Path, processes: int) -> float:
     environment = {**os.environ, "HF_HOME": str(cache), "PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         environment["ACCELERATE_USE_CPU"] = "true"
-    begun = time.perf_counter()
+    begun, found, output = time.perf_counter(), 0.0, []
     process = subprocess.Popen(
         [*launcher, *command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    watcher = threading.Thread(target=_watch_memory, args=(process.pid, found), daemon=True)
-    watcher.start()
-    output = []
     assert process.stdout is not None
     for line in process.stdout:
         output.append(line)
-        if STEP.search(line) and not found.first_step:
-            found.first_step = time.perf_counter() - begun
+        if STEP.search(line) and not found:
+            found = time.perf_counter() - begun
     if process.wait():
         sys.exit("".join(output[-30:]))
-    found.cache_bytes = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
     return found
-
-
-def _watch_memory(pid: int, found: Start) -> None:
-    """Keep the peak of the anonymous memory of a process and its children until it ends."""
-    while True:
-        try:
-            tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        found.peak_bytes = max(found.peak_bytes, sum(_anonymous(process.pid) for process in tree))
-        time.sleep(0.5)
-
-
-def _anonymous(pid: int) -> int:
-    """Bytes of a process's anonymous memory, its share of what forks share."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    pages = re.search(r"^Pss_Anon: +(\d+) kB", text, re.MULTILINE)
-    return int(pages[1]) * 1024 if pages else 0
-
-
-def tokens_in(model: Path, data: Path) -> int:
-    """Tokens of the file, estimated from its first 2,000 rows."""
-    from transformers import AutoTokenizer
-
-    tokenizer, tokens, read = AutoTokenizer.from_pretrained(model), 0, 0
-    with data.open(encoding="utf-8") as rows:
-        for _, line in zip(range(2000), rows, strict=False):
-            row, read = json.loads(line), read + len(line.encode())
-            tokens += len(tokenizer(row["text"])["input_ids"])
-    return round(tokens * data.stat().st_size / read)
 
 
 def main() -> None:
@@ -177,18 +126,12 @@ def main() -> None:
         model, data = folder / "model", folder / "rows.jsonl"
         write_model(model)
         write_rows(data, options.megabytes * 10**6)
-        tokens = tokens_in(model, data)
-        print(f"{options.megabytes} MB, about {tokens / 1e6:.1f} M tokens, processes: {options.processes}")
         programs = {"train.py": ours} | ({} if options.without_trl else {"SFTTrainer": trls})
         for name, command in programs.items():
             for number, when in enumerate(("first", "second")):
                 words = command(model, data, folder / f"{name}-{number}")
-                found = start(words, folder / f"cache of {name}", options.processes)
-                print(
-                    f"{name:<11} {when:<6} start: {found.first_step:7.1f} s to the first step, "
-                    f"{found.peak_bytes / 1e9:5.2f} GB, cache {found.cache_bytes / 4 / tokens:.2f} x the tokens",
-                    flush=True,
-                )
+                seconds = seconds_to_first_step(words, folder / f"cache of {name}", options.processes)
+                print(f"{name:<11} {when:<6} start: {seconds:7.1f} s to the first step", flush=True)
 
 
 if __name__ == "__main__":

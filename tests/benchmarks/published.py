@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -192,80 +192,49 @@ def _granite_of_4_45(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: o
 # --- Loops of their own ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OfLoop:
-    """MiB that torch reported as its peaks, allocated and reserved, in 2 or 3 steps.
+def requests_of(row: dict[str, str]) -> Requests:
+    """All that the loop of a row asks the allocator for: loading, and its 2 or 3 steps.
 
     `t4`: fitcheck-llm 0.2.0 (its notebook fitcheck.ipynb), in fp16. `4080`: can-i-finetune-this
     (its results/*.json), in bf16, on Windows, where torch 2.6 has no flash kernel.
     """
-
-    name: str
-    config: PreTrainedConfig
-    batch: int
-    length: int
-    allocated: float
-    reserved: float
-    steps: int
-    four_bits: bool
-    checkpointing: bool
-
-    @property
-    def on_t4(self) -> bool:
-        return self.name.startswith("t4")
-
-    @property
-    def logits(self) -> int:
-        return self.batch * self.length * self.config.vocab_size * (4 if self.four_bits else 2)
-
-
-def _of_loop(row: dict[str, str]) -> OfLoop:
-    sizes = (int(row[name]) for name in ("batch", "length"))
-    read = (float(row[name]) * _IN_MIB[row["unit"]] for name in ("allocated", "reserved"))
-    with_it = (row[name] == "yes" for name in ("four_bits", "checkpointing"))
-    return OfLoop(row["name"], CONFIGS[row["model"]], *sizes, *read, int(row["steps"]), *with_it)
-
-
-OF_LOOPS = tuple(map(_of_loop, _table("published_loops.csv")))
-
-
-def requests_of(reading: OfLoop) -> Requests:
-    """All that the loop of this reading asks the allocator for: loading, and its steps."""
-    compute, rank, capability = ("float16", 32, (7, 5)) if reading.on_t4 else ("bfloat16", 16, (7, 9))
+    on_t4, four_bits, config = row["name"].startswith("t4"), row["four_bits"] == "yes", CONFIGS[row["model"]]
+    batch, length = int(row["batch"]), int(row["length"])
+    logits = batch * length * config.vocab_size * (4 if four_bits else 2)
+    compute, rank, capability = ("float16", 32, (7, 5)) if on_t4 else ("bfloat16", 16, (7, 9))
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
-    adapters = Adapters(rank, targets, four_bits=compute if reading.four_bits else None)
-    attention = "eager" if reading.name.endswith("eager") else "sdpa"
-    dtype = "float32" if reading.four_bits else compute
-    how = {"dtype": dtype, "checkpointing": reading.checkpointing, "attention": attention, "mask": False}
-    case = Case(reading.batch, reading.length, **how, adapters=adapters, capability=capability)
+    adapters = Adapters(rank, targets, four_bits=compute if four_bits else None)
+    attention = "eager" if row["name"].endswith("eager") else "sdpa"
+    dtype, checkpointing = "float32" if four_bits else compute, row["checkpointing"] == "yes"
+    how = {"dtype": dtype, "checkpointing": checkpointing, "attention": attention, "mask": False}
+    case = Case(batch, length, **how, adapters=adapters, capability=capability)
     # The T4's transformers repeats keys and values for groups of heads, whatever the kernel.
-    with patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", lambda *_: not reading.on_t4):
-        traced = tracing.trace(reading.config, case)
+    with patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", lambda *_: not on_t4):
+        traced = tracing.trace(config, case)
     rows = traced.allocations.copy()
     # The logits stay: they are freed here, in a way that the steps below name.
-    outputs_at = (rows[:, SIZE] == reading.logits).argmax()
+    outputs_at = (rows[:, SIZE] == logits).argmax()
     rows[outputs_at, [FREED, COMPLETE]] = NEVER, 0
     traced = replace(traced, allocations=rows)
     made_forward = int((rows[: traced.made_forward, SIZE] > 0).sum())
     requests, outputs = Requests(), []
-    trained = _load(requests, reading, adapters)
+    trained = _load(requests, config, adapters, NF4 if on_t4 else NF4_NESTED)
     requests.loaded = len(requests.events)
-    for step in range(reading.steps):
+    for step in range(int(row["steps"])):
         first, start = requests.made, len(requests.events)
-        kept = requests.micro_batch(
-            traced, workspace=0 if step else workspace_bytes(capability if reading.on_t4 else (8, 9))
-        )
+        workspace = 0 if step else workspace_bytes(capability if on_t4 else (8, 9))
+        kept = requests.micro_batch(traced, workspace=workspace)
         place = _place_of(requests, first + made_forward, start)
         requests.events[place:place] = [-1 - number for number in outputs]
         stays = (rows[:, SIZE] > 0) & (rows[:, FREED] == NEVER) & (rows[:, COMPLETE] != NEVER)
-        outputs = [number for number, size in zip(kept, rows[stays, SIZE], strict=True) if size == reading.logits]
-        if reading.on_t4:  # the other loop's optimizer is PagedAdamW8bit, whose states are not torch's
+        outputs = [number for number, size in zip(kept, rows[stays, SIZE], strict=True) if size == logits]
+        if on_t4:  # the other loop's optimizer is PagedAdamW8bit, whose states are not torch's
             if step == 0:
                 requests.allocate_all(size for size in trained for _ in range(2))
             requests.free(requests.allocate_all(trained))
             requests.free(outputs)
         requests.free(number for number in kept if number not in outputs)
-        outputs = [] if reading.on_t4 else outputs
+        outputs = [] if on_t4 else outputs
     return requests
 
 
@@ -276,11 +245,11 @@ def _place_of(requests: Requests, number: int, start: int) -> int:
     return made[number - before] if number - before < len(made) else len(requests.events)
 
 
-def _load(requests: Requests, reading: OfLoop, adapters: Adapters) -> list[int]:
+def _load(requests: Requests, config: PreTrainedConfig, adapters: Adapters, nf4: int) -> list[int]:
     """from_pretrained, prepare_model_for_kbit_training and peft. Returns the adapters' bytes."""
-    sizes = tracing.weigh(reading.config, "causal_lm", adapters).sizes
-    if reading.four_bits:
-        requests.load_in_4_bits(sizes, NF4 if reading.on_t4 else NF4_NESTED, 4)
+    sizes = tracing.weigh(config, "causal_lm", adapters).sizes
+    if adapters.four_bits:
+        requests.load_in_4_bits(sizes, nf4, 4)
     else:
         base = [2 * size for size, kind in sizes if kind != TRAINED]
         requests.free([requests.allocate(sum(base))])
@@ -292,24 +261,28 @@ def _load(requests: Requests, reading: OfLoop, adapters: Adapters) -> list[int]:
 
 # --- How far a plan is from what was read ---------------------------------------------------------
 
+Scores = Iterator[tuple[str, str, float, float]]  # name of a reading, its counter, and MiB: read, and planned
 
-def scored(readings: Sequence[Any]) -> Iterator[tuple[str, str, float, float]]:
-    """The name of each reading, its counter, and MiB: read, and planned."""
-    for reading in readings:
-        if isinstance(reading, OfTrainer):
-            found, counter = planned(reading), "process" if reading.of_process else "allocated"
-            yield reading.name, counter, reading.mib, (found.total if reading.of_process else found.allocated) / MIB
-        else:
-            requests = requests_of(reading)
-            yield reading.name, "allocated", reading.allocated, requests.peak() / MIB
-            yield reading.name, "reserved", reading.reserved, requests.reserved() / MIB
+
+def of_trainers() -> Scores:
+    for reading in OF_TRAINER:
+        found, counter = planned(reading), "process" if reading.of_process else "allocated"
+        yield reading.name, counter, reading.mib, (found.total if reading.of_process else found.allocated) / MIB
+
+
+def of_loops() -> Scores:
+    """What torch reported as its peaks in two or three steps."""
+    for row in _table("published_loops.csv"):
+        requests = requests_of(row)
+        yield row["name"], "allocated", float(row["allocated"]) * _IN_MIB[row["unit"]], requests.peak() / MIB
+        yield row["name"], "reserved", float(row["reserved"]) * _IN_MIB[row["unit"]], requests.reserved() / MIB
 
 
 def main() -> None:
-    for readings in (OF_TRAINER, OF_LOOPS):
+    for scores in (of_trainers(), of_loops()):
         errors: dict[str, list[float]] = {}
         print("| reading | read | MiB | planned | error |\n|---|---|---|---|---|")
-        for name, counter, read, mib in scored(readings):
+        for name, counter, read, mib in scores:
             errors.setdefault(counter, []).append(mib / read - 1)
             print(f"| {name} | {counter} | {read:,.0f} | {mib:,.0f} | {mib / read - 1:+.2%} |", flush=True)
         for counter, found in errors.items():

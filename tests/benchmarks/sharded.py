@@ -20,6 +20,7 @@ from launch.host.world import leave_group
 
 WORLD = 2
 _WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8}
+_ONCE = '--accelerator_config {"split_batches":false}'
 _LORA = "--use_peft true --lora_dropout 0 --lora_r 8"
 # The model's changes, tokens per sequence, and the flags that change the recipe.
 CASES: dict[str, tuple[dict, int, str]] = {
@@ -28,11 +29,7 @@ CASES: dict[str, tuple[dict, int, str]] = {
     "short, tied embeddings": ({"vocab_size": 32000, "tie_word_embeddings": True}, 8, ""),
     "short, fp32": ({"vocab_size": 2000}, 8, "--bf16 false"),
     "short, accumulation 2": ({"vocab_size": 2000}, 8, "--gradient_accumulation_steps 2"),
-    "short, accumulation 2, scattered once": (
-        {"vocab_size": 2000},
-        8,
-        '--gradient_accumulation_steps 2 --accelerator_config {"split_batches":false}',
-    ),
+    "short, accumulation 2, scattered once": ({"vocab_size": 2000}, 8, f"--gradient_accumulation_steps 2 {_ONCE}"),
     "short, LoRA": ({"vocab_size": 2000}, 8, _LORA),
     "short, LoRA on 16-bit weights": ({"vocab_size": 2000}, 8, f"{_LORA} --dtype bfloat16"),
     "long": ({"vocab_size": 2000}, 512, ""),
@@ -158,7 +155,7 @@ def _live_bytes(tensors):
 
 
 def main() -> None:
-    """A table for people, and on the last line JSON for tests: bytes planned and real."""
+    """Prints the bytes of each case, planned and real, as JSON."""
     import torch.multiprocessing
 
     from recipes.planner.fits import Estimator
@@ -166,14 +163,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (folder,), nprocs=WORLD)
         live = json.loads(Path(folder, "live.json").read_text())
-    found = {}
-    print("| two steps on two ranks, FSDP2, live | planned MiB | real MiB | off by |\n|---|---|---|---|")
-    for case, real in live.items():
-        config, run = case_of(case)
-        planned = Estimator(config).memory(run, MICRO).gpu.total
-        found[case] = planned, real
-        print(f"| {case} | {planned / 2**20:.1f} | {real / 2**20:.1f} | {planned / real - 1:+.1%} |")
-    print(f"\n{json.dumps(found)}")
+    runs = {case: case_of(case) for case in live}
+    planned = {case: Estimator(config).memory(run, MICRO).gpu.total for case, (config, run) in runs.items()}
+    print(json.dumps({case: (planned[case], real) for case, real in live.items()}))
 
 
 if __name__ == "__main__":

@@ -3,19 +3,16 @@
     python -m tests.campaigns.legality --runs N --seed S [--workers K]
 
 What check calls legal is trained for two steps; what it refuses is tried without the check. What is
-refused mostly fails there, which needs no proof. Where it trains, each rule that refused it must be
-in one of two tables: PROVEN_BY proves that something else trained than was asked; UNPROVEN lists
-what two steps cannot show, and is counted and printed. All else is a disagreement, which is printed
-with the shortest run that shows it. The same seed draws the same runs, whatever the number of
-workers. Returns 1 if there was a disagreement.
+refused mostly fails there, which needs no proof. Where it trains, something else must have trained
+than was asked, or each rule that refused it must be in UNPROVEN, which lists what two steps cannot
+show; that is counted and printed. All else is a disagreement, which is printed with the shortest
+run that shows it. The same seed draws the same runs, whatever the number of workers. Returns 1 if
+there was a disagreement.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import io
 import os
 import re
 import shutil
@@ -29,30 +26,272 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
+from typing import Any
 from unittest import mock
 
+import yaml
+
 from launch.data.columns import check_columns
+from recipes import legal
 from recipes.errors import Problem, UserError
 from recipes.rules.check import problems_by_rule
 from recipes.rules.probe import probe_in_child
 from recipes.run import RunSpec, here, resolve, with_fit
+from recipes.run.files import shipped
 from recipes.run.hardware import Hardware, read
-from tests.campaigns.drawing import draw
-from tests.campaigns.pool import results, scratch_folder
 from tests.campaigns.runs import (
+    DEEPSPEED_JSON,
+    DEMONSTRATION,
     FILES,
+    FSDP_JSON,
+    OWN_RECIPE,
+    REMOVED,
     SECONDS,
     YAML,
     Case,
+    Change,
     Outcome,
     described,
     flags,
     from_json,
+    results,
+    scratch_folder,
     tried,
     variables,
     write,
     write_material,
 )
+
+# --- Drawing: a launch, a model and its data, flags that belong together, and any others ----------
+
+# Of each setting and key of a file: plausible, odd and wrong values.
+_VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encoding="utf-8"))
+NOT_DRAWN = {name for names in _VALUES["not_drawn"].values() for name in names.split()}
+_BATCH_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_FSDP_WORDS = ("full_shard", "full_shard", "true", "shard_grad_op", "full_shard auto_wrap", "hybrid_shard", "zero3")
+_USUAL_CHANGES = (
+    "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm global_batch_size "
+    "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing packing max_length use_peft "
+    "lora_r lora_target_modules bf16 attn_implementation eval_strategy save_strategy save_steps"
+).split()
+_ODD = 0.06  # how often a value is odd
+_IN_TURN = {"eval_strategy": "steps steps epoch no", "load_best_model_at_end": "true", "use_peft": "true true false"}
+_CLASSIFIERS = ("bert-classifier", "bert", "llama", "gpt2")
+_MODELS = ("llama", "llama", "llama", "llama", "gpt2", "gpt2", "opt", "llama-tied")
+_UNFIT_MODELS = ("llama-short", "bert", "t5", "adapters", "empty", "nowhere")
+_DATA = ("texts.jsonl",) * 4 + ("texts.txt", "pairs.jsonl", "chats.jsonl", "few.jsonl")
+_UNFIT_DATA = ("labels.csv", "nowhere.jsonl")
+
+
+def draw(random: Random) -> Case:
+    """A case at random. The same `random` draws the same case.
+
+    Most are nearly right: what is wrong on its own, the tests try already.
+    """
+    changes: list[Change] = []
+    if random.random() < 0.6:
+        changes.append(_flag("recipe", random))
+    model = random.choice(_MODELS if random.random() > _ODD / 2 else _UNFIT_MODELS)
+    data = random.choice(_DATA if random.random() > _ODD / 2 else _UNFIT_DATA)
+    task = random.random()
+    if task < 0.2:
+        changes.append(Change("flag", "task", ["sequence_classification"]))
+        model = random.choice(_CLASSIFIERS) if random.random() < 0.9 else model
+        data = "labels.csv" if random.random() < 0.9 else data
+    elif task < 0.25:
+        model = data = DEMONSTRATION
+    names = _flags(random)
+    changes += [_flag(name, random) for name in names if name not in {change.name for change in changes}]
+    if "eval_strategy" in names and "dataset_test_split" not in names and random.random() < 0.9:
+        changes.append(Change("flag", "dataset_test_split", ["train[:8]"]))
+    compiles = {"torch_compile", "torch_compile_mode"} & set(names)
+    if compiles and "torch_compile_backend" not in names:  # the default takes a minute to compile
+        changes.append(Change("flag", "torch_compile_backend", [random.choice(("eager", "aot_eager"))]))
+    drawn = random.choices(list(_LAUNCHES), list(_LAUNCHES.values()))[0]
+    launch = drawn(random)
+    if drawn is not _plain:  # what is odd about it matters more than the flags beside it
+        few = random.sample(changes, min(len(changes), random.choice((0, 1, 3))))
+        needed = ("task", "torch_compile_backend")
+        decided = {"ddp_backend", "use_cpu", *(change.name for change in launch.changes)}
+        changes = [one for one in changes if (one in few or one.name in needed) and one.name not in decided]
+    changes = [_in_file(change, random) for change in changes]
+    return replace(launch, model=model, data=data, changes=(*changes, *launch.changes))
+
+
+def _flags(random: Random) -> list[str]:
+    """The names of the flags that are written, each once."""
+    names: list[str] = []
+    for theme in random.sample(_VALUES["themes"], random.choice((0, 1, 1, 2))):
+        names += [name for name in theme.split() if random.random() < 0.5]
+    everything = sorted(set(legal.settings()) - NOT_DRAWN - {"recipe", "task"})
+    names += random.sample(everything, random.choice((0, 1, 2, 3)))
+    return list(dict.fromkeys(names))
+
+
+def _flag(name: str, random: Random) -> Change:
+    if name in _IN_TURN and random.random() > _ODD:
+        return Change("flag", name, [random.choice(_IN_TURN[name].split())])
+    if random.random() < 0.01:
+        return Change("flag", _misspelt(name, random), words_for(name, random, _ODD))
+    return Change("flag", name, words_for(name, random, _ODD))
+
+
+def _in_file(change: Change, random: Random) -> Change:
+    """The same setting in a --config file, sometimes: with the types of YAML."""
+    if random.random() < 0.9 or len(change.value) != 1:
+        return change
+    return Change("config", change.name, _typed(change.value[0]))
+
+
+def _misspelt(name: str, random: Random) -> str:
+    place = random.randrange(len(name))
+    return name[:place] + name[place + 1 :] or f"{name}s"
+
+
+def words_for(name: str, random: Random, odd: float) -> list[str]:
+    """The words after `--name`: an odd value with the probability `odd`."""
+    plausible, unusual = _VALUES["settings"].get(name) or _by_type(name)
+    if random.random() < odd / 4:
+        unusual = " ".join(_VALUES["wrong"].get(kind, "") for kind in legal.settings()[name].types) or unusual
+        return [random.choice(unusual.split() or ["true"])]
+    if random.random() < odd:
+        plausible = unusual or " ".join(legal.settings()[name].choices) or plausible
+    return [random.choice((plausible or unusual).split())]
+
+
+def _by_type(name: str) -> tuple[str, str]:
+    field = legal.settings()[name]
+    if field.choices:
+        return " ".join(field.choices), f"{field.choices[0]}x"
+    if "bool" in field.types:
+        return "true false", "true"
+    return "1", "0 -1"
+
+
+# How it is launched: some bring a recipe of their own, shard with FSDP2, share a model or its
+# examples between processes, or find a launcher's variables in the environment.
+
+
+def _plain(random: Random) -> Case:
+    """Mostly one process, and DeepSpeed now and then: two ranks and DeepSpeed take longer."""
+    kind, changes = random.random(), []
+    files = ("standard.yaml",) * 4 + ("single.yaml",) * 2 + ("", "", "fast.yaml", "memory.yaml", "memory_zero3.yaml")
+    launch = Case("accelerate", random.choice((None, 1, 1, 2, 2, 2)), random.choice(files))
+    if kind < 0.5:
+        launch = Case("python")
+    elif kind < 0.62:
+        launch = Case("torchrun", random.choice((1, 2, 2, 2)))
+    if launch.yaml and random.random() < 0.25:
+        changes += _yaml_changes(launch.yaml, random)
+    if random.random() < 0.06:
+        changes += [Change("flag", "deepspeed", [DEEPSPEED_JSON]), *_json_changes(random)]
+    return replace(launch, changes=tuple(changes))
+
+
+def _own_recipe(random: Random) -> Case:
+    base = random.choice(("baseline", "standard", "standard", "fast", "fast", "memory", "sharded"))
+    changes = [Change("flag", "recipe", [OWN_RECIPE]), Change("own", "base", base)]
+    changes.append(Change("own", "purpose", "To try it."))
+    everything = sorted(set(legal.settings()) - NOT_DRAWN - {"recipe", "task", "torch_compile"})
+    for name in dict.fromkeys([*random.sample(_USUAL_CHANGES, random.choice((0, 1, 2, 3))), random.choice(everything)]):
+        value = _typed(words_for(name, random, 0.1)[0])
+        reason = "we tried it" if random.random() > 0.03 else ""
+        changes.append(Change("own", f"changes.{name}", [value, reason]))
+    if random.random() < 0.2:
+        changes += changed_keys(_VALUES["own_recipe"], "own", random, 1)
+    places = (Case(), Case("torchrun", 2), Case("accelerate", 2), Case("accelerate", 2, "standard.yaml"))
+    return replace(random.choice(places), changes=tuple(changes))
+
+
+def _sharded(random: Random) -> Case:
+    """FSDP2 on CPU ranks, where accelerate's refusal of a CPU is lifted.
+
+    Without offload: torch asks for the device that parameters come back to.
+    """
+    count, kind = random.choice((0, 1, 1, 2)), random.random()
+    recipe = [Change("flag", "recipe", ["sharded"])] if random.random() < 0.6 else []
+    if kind < 0.7:
+        named = {f"fsdp_config.fsdp_{key}": values for key, values in _VALUES["fsdp"].items()}
+        changes = (*recipe, *changed_keys(named, "yaml", random, count))
+        return Case("accelerate", random.choice((None, 1, 2, 2)), "sharded.yaml", lifted=True, changes=changes)
+    launch = random.choice((Case("torchrun", 2), Case("accelerate", 2, "standard.yaml")))
+    words = [Change("flag", "fsdp", [random.choice(_FSDP_WORDS)] if random.random() < 0.7 else [])]
+    prefix = random.choice(("", "", "fsdp_"))
+    named = {prefix + key: [one for one in values if one != REMOVED] for key, values in _VALUES["fsdp"].items()}
+    if written := changed_keys(named, "fsdp", random, count):  # Trainer's own `--fsdp_config`, a JSON file
+        words += [Change("flag", "fsdp_config", [FSDP_JSON]), *written]
+    return replace(launch, lifted=True, changes=(*recipe, *words))
+
+
+def _tensor_parallel(random: Random) -> Case:
+    changes = [Change("json", "zero_optimization", {"stage": random.choice((0, 1, 2, 2, 3))})]
+    changes.append(Change("json", "train_micro_batch_size_per_gpu", "auto"))
+    changes += changed_keys(_VALUES["sharing"], "json", random, random.choice((1, 1, 1, 2)))
+    changes += changed_keys(_VALUES["deepspeed_json"], "json", random, random.choice((0, 0, 1)))
+    processes = random.choice((1, 2, 2, 2))
+    if random.random() < 0.5:
+        return Case("torchrun", processes, changes=(Change("flag", "deepspeed", [DEEPSPEED_JSON]), *changes))
+    named = Change("yaml", "deepspeed_config", {"deepspeed_config_file": DEEPSPEED_JSON})
+    without = Change("yaml", "mixed_precision", REMOVED)
+    return Case("accelerate", processes, "memory.yaml", changes=(named, without, *changes))
+
+
+def _section(random: Random) -> Case:
+    """Processes share a model or its examples by a section of the YAML."""
+    file = random.choice(("standard.yaml", "memory.yaml", "sharded.yaml", "sharded.yaml"))
+    named = {
+        **{f"parallelism_config.parallelism_config_{name}": sizes for name, sizes in _VALUES["world_sizes"].items()},
+        **{f"parallelism_config.{name}": values for name, values in _VALUES["parallelism"].items()},
+    }
+    changes = tuple(changed_keys(named, "yaml", random, random.choice((1, 1, 2))))
+    return Case("accelerate", random.choice((None, 1, 2, 2)), file, lifted=file == "sharded.yaml", changes=changes)
+
+
+def _exported(random: Random) -> Case:
+    """Variables of a launcher that are found in the environment already."""
+    named = {
+        **_VALUES["variables"],
+        **{f"PARALLELISM_CONFIG_{name.upper()}": [1, 2] for name in _VALUES["world_sizes"]},
+    }
+    changes = changed_keys(named, "variable", random, random.choice((1, 1, 2, 3)))
+    if any(change.name.startswith("PARALLELISM") for change in changes) and random.random() < 0.8:
+        changes.append(Change("variable", "ACCELERATE_USE_PARALLELISM_CONFIG", "true"))
+    places = (Case(), Case("torchrun", 2), Case("accelerate", 2, "standard.yaml"))
+    return replace(random.choice(places), changes=tuple(changes))
+
+
+# How often each is drawn.
+_LAUNCHES = {_plain: 70, _own_recipe: 8, _sharded: 9, _tensor_parallel: 5, _section: 4, _exported: 4}
+
+
+def _typed(word: str) -> Any:
+    try:
+        return yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
+
+
+def _yaml_changes(file: str, random: Random) -> list[Change]:
+    """Keys of the Accelerate YAML that are changed, dropped, misspelt or of another type."""
+    named = {**_VALUES["yaml"]}
+    if "deepspeed_config" in yaml.safe_load(shipped(file).read_text(encoding="utf-8")):
+        named |= {f"deepspeed_config.{name}": values for name, values in _VALUES["deepspeed_section"].items()}
+    changes = changed_keys(named, "yaml", random, random.choice((1, 1, 2)))
+    if any(change.name.endswith("deepspeed_config_file") for change in changes):
+        changes += _json_changes(random)
+    return changes
+
+
+def _json_changes(random: Random) -> list[Change]:
+    start = [Change("json", "zero_optimization", {"stage": random.choice((2, 2, 1, 3))})]
+    if random.random() < 0.7:  # as most people write it
+        start += [Change("json", name, "auto") for name in _BATCH_SIZES]
+    return [*start, *changed_keys(_VALUES["deepspeed_json"], "json", random, random.choice((0, 1, 2)))]
+
+
+def changed_keys(values: dict[str, list[Any]], where: str, random: Random, count: int) -> list[Change]:
+    return [Change(where, key, random.choice(values[key])) for key in random.sample(sorted(values), count)]
+
 
 # --- What check says ------------------------------------------------------------------------------
 
@@ -141,10 +380,10 @@ def compare(judgement: Judgement, outcome: Outcome, case: Case, rules: list[str]
     if not outcome.finished:
         return found  # it fails, as check says
     for rule in rules:
-        if rule in UNPROVEN:
-            found.unproven[rule] = UNPROVEN[rule]
-        elif rule in PROVEN_BY and (proof := PROVEN_BY[rule](Refused(rule, case, judgement, outcome, twin))):
+        if proof := what_else_trained(rule, case, judgement, outcome, twin):
             found.proven[rule] = proof
+        elif rule in UNPROVEN:
+            found.unproven[rule] = UNPROVEN[rule]
         else:
             wrong.append(rule)
     if wrong and (len(rules) == 1 or len(wrong) == len(rules)):  # others are tried on their own
@@ -157,7 +396,11 @@ def compare(judgement: Judgement, outcome: Outcome, case: Case, rules: list[str]
 LATE = [
     (r"dataset_(train_split|test_split|text_field|label_field)", r"", "check reads no data"),
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
-    (r"completion_only_loss|assistant_only_loss", r"(needs|row [\d,]+: has no)", "depends on the columns of the data"),
+    (
+        r"completion_only_loss|assistant_only_loss",
+        r"(needs|(row [\d,]+: )?has no)",
+        "depends on the columns of the data",
+    ),
     (r"lora_target_modules", r"the model has no module", "only the built model has modules"),
     (r"model_name_or_path", r".* cannot be loaded as a \w+: We couldn't connect", "only the Hub knows its models"),
     (r"max_length", r"the data of", "depends on the length of the data"),
@@ -211,140 +454,45 @@ def _another_batch(judgement: Judgement, outcome: Outcome) -> Comparison:
 # --- Refused runs that train ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A run that `rule` refuses, and that trains without the check.
-
-    Its methods, and the functions below, are proofs: they say what else trained than was asked.
-    Empty is no proof.
+def what_else_trained(rule: str, case: Case, judgement: Judgement, outcome: Outcome, twin: Twin) -> str:
+    """The difference of a run that `rule` refuses, and that trains without the check, from what was
+    asked; also that it is the same without what the rule is about. Empty if nothing shows either.
     """
-
-    rule: str
-    case: Case
-    judgement: Judgement
-    outcome: Outcome
-    twin: Twin
-
-    @property
-    def first(self) -> dict:
-        return self.outcome.seen[0]
-
-    def is_ignored(self) -> str:
-        """Without the refused setting exactly the same is trained, saved and evaluated."""
-        others = [self.case.without([change]) for change in self.case.changes]
-        subjects = {problem.subject for problem in self.judgement.errors.get(self.rule, ())}
-        others.append(self.case.without([change for change in self.case.changes if change.name in subjects]))
-        if self.case.yaml:
-            others.append(replace(self.case.without(self.case.of("yaml")), yaml="standard.yaml"))
-        return "trains the same as without it" if any(map(self._trains_the_same, others)) else ""
-
-    def is_as(self, setting: str, value: str) -> str:
-        """With this legal value the same is trained."""
-        kept = tuple(change for change in self.case.changes if change.name != setting)
-        if kept == self.case.changes:
-            return ""
-        same = self._trains_the_same(replace(self.case, changes=kept).with_flags(**{setting: value}))
-        return f"trains the same as with {value}" if same else ""
-
-    def _trains_the_same(self, case: Case) -> bool:
-        other = self.twin(case, self.rule)
-        return other is not None and other.finished and other.trained == self.outcome.trained
+    run, first, record = judgement.run, outcome.seen[0], outcome.record
+    recipe = [change.value for change in case.changes if change.name == "recipe"]
+    if recipe and record["recipe"] not in (recipe[-1], recipe[-1][0]):
+        return f"trains {record['recipe']}"
+    if run is not None:
+        precision = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
+        asked = {
+            "examples a step": (run["global_batch_size"], outcome.batch),
+            "processes": (run.world_size, outcome.processes),
+            "precision": (precision, first["precision"]),
+            "compiled": (bool(run["torch_compile"]), first["compiled"]),
+        }
+        different = [f"{name}: {used} instead of {wanted}" for name, (wanted, used) in asked.items() if wanted != used]
+        if "CPUAdam" in first["optimizer"] and not run["optim"].startswith("adamw_torch"):
+            different.append(f"{first['optimizer']} instead of {run['optim']}")
+        if different:
+            return "; ".join(different)
+    if not first["steps"] or (rule == "saving_the_best_needs_evaluation" and not first["checkpoints"]):
+        return "nothing is trained, or nothing saved"
+    return "trains the same as without it" if _is_ignored(rule, case, judgement, outcome, twin) else ""
 
 
-Proof = Callable[[Refused], str]
+def _is_ignored(rule: str, case: Case, judgement: Judgement, outcome: Outcome, twin: Twin) -> bool:
+    """True if without the refused setting exactly the same is trained, saved and evaluated."""
+    others = [case.without([change]) for change in case.changes]
+    subjects = {problem.subject for problem in judgement.errors.get(rule, ())}
+    others.append(case.without([change for change in case.changes if change.name in subjects]))
+    if case.yaml:
+        others.append(replace(case.without(case.of("yaml")), yaml="standard.yaml"))
+    found = (twin(other, rule) for other in others)
+    return any(other and other.finished and other.trained == outcome.trained for other in found)
 
 
-def _batch_is_another(refused: Refused) -> str:
-    asked = refused.judgement.run["global_batch_size"] if refused.judgement.run else 0
-    trained = refused.outcome.batch
-    return f"{trained} examples a step instead of {asked}" if trained != asked else ""
-
-
-def _is_not_as_written(refused: Refused) -> str:
-    """Unknown names are dropped, wrong values too, and the recipe may be another."""
-    if said := _refused_by_parser(refused.case):
-        return said
-    recipe = [change.value for change in refused.case.changes if change.name == "recipe"]
-    if recipe and refused.outcome.record["recipe"] not in (recipe[-1], recipe[-1][0]):
-        return f"trains {refused.outcome.record['recipe']}"
-    return _batch_is_another(refused) or refused.is_ignored()
-
-
-def _refused_by_parser(case: Case) -> str:
-    """The error of Hugging Face's own parser of these dataclasses."""
-    from transformers import HfArgumentParser, TrainingArguments
-
-    from recipes.flags import RunFlags
-
-    classes, said = (TrainingArguments, RunFlags), io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            _, unknown = HfArgumentParser(classes, allow_abbrev=False).parse_known_args(flags(case))  # type: ignore[arg-type]
-    except SystemExit:
-        return said.getvalue().strip().splitlines()[-1]
-    known = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    unknown += [change.name for change in case.of("config") if change.name not in known]
-    return f"unknown: {' '.join(unknown)}" if unknown else ""
-
-
-def _precision_is_another(refused: Refused) -> str:
-    run, used = refused.judgement.run, refused.first["precision"]
-    asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
-    in_yaml = run.engine.mixed_precision
-    if used == asked and run.explicit(asked):
-        return ""
-    return f"computes in {used}, although the run says {asked} and the YAML {in_yaml}"
-
-
-def _world_is_another(refused: Refused) -> str:
-    trained, asked = refused.outcome.processes, refused.judgement.run.world_size
-    return f"{trained} processes instead of {asked}" if trained != asked else ""
-
-
-def _optimizer_is_another(refused: Refused) -> str:
-    asked, used = refused.judgement.run["optim"], refused.first["optimizer"]
-    return f"{used} instead of {asked}" if "CPUAdam" in used and not asked.startswith("adamw_torch") else ""
-
-
-def _compiles(refused: Refused) -> str:
-    return "compiles" if refused.first["compiled"] and not refused.judgement.run["torch_compile"] else ""
-
-
-def _has_too_few_examples(refused: Refused) -> str:
-    return "the data fills no global batch" if refused.first["examples"] < refused.judgement.run.batch.total else ""
-
-
-PROVEN_BY: dict[str, Proof] = {
-    PARSING: _is_not_as_written,
-    "yaml_precision_agrees_with_arguments": _precision_is_another,
-    "yaml_compiles_what_the_arguments_do_not": _compiles,
-    "compile_settings_compile": lambda refused: "compiles" if refused.first["compiled"] else "",
-    "single_engine_starts_one_process": _world_is_another,
-    "batches_are_not_split": _batch_is_another,
-    "accumulation_is_said_once": _batch_is_another,
-    "static_graph_needs_accumulation_one": _has_too_few_examples,
-    "offload_needs_adamw": _optimizer_is_another,
-    "saving_the_best_needs_evaluation": lambda refused: "" if refused.first["checkpoints"] else "nothing is saved",
-    "save_total_limit_is_in_range": lambda refused: "keeps them all" if refused.first["checkpoints"] else "",
-    "global_batch_size_is_in_range": _batch_is_another,
-    "num_train_epochs_is_in_range": lambda refused: "" if refused.first["steps"] else "trains nothing",
-    "include_num_input_tokens_seen_is_in_range": lambda refused: refused.is_as("include_num_input_tokens_seen", "all"),
-    "max_grad_norm_is_in_range": lambda refused: refused.is_as("max_grad_norm", "0"),
-    "eval_delay_is_in_range": lambda refused: refused.is_as("eval_delay", "0"),
-    "max_steps_is_in_range": Refused.is_ignored,
-    "eval_steps_is_in_range": Refused.is_ignored,
-    "save_steps_is_in_range": Refused.is_ignored,
-    "early_stopping_patience_is_in_range": Refused.is_ignored,
-    "nested_settings_are_known": Refused.is_ignored,
-    "deepspeed_json_keys_are_known": Refused.is_ignored,
-    "yaml_keys_are_known": Refused.is_ignored,
-    "sections_are_read": Refused.is_ignored,
-    "one_engine_is_asked_for": Refused.is_ignored,
-    "packing_frees_the_padding": Refused.is_ignored,
-    "classification_takes_rows_as_they_are": Refused.is_ignored,
-    "a_training_trains": Refused.is_ignored,
-}
 UNPROVEN: dict[str, str] = {
+    PARSING: "a value of another type is taken as it is",
     PROBE: "what DeepSpeed's JSON leaves out gets DeepSpeed's own default",
     "batch_size_is_not_searched": "the batch changes only where memory runs out",
     **dict.fromkeys(
@@ -357,6 +505,12 @@ UNPROVEN: dict[str, str] = {
     "sequences_fit_the_model": "rotary positions go on where the model knows none",
     "sixteen_bits_are_trained_by_a_stage": "Adam's first step is shorter than that of DDP",
     "batches_come_out_even": "ranks wait for each other only where the data does not divide",
+    "static_graph_needs_accumulation_one": "too few examples for a second backward pass",
+    **dict.fromkeys(
+        ("include_num_input_tokens_seen_is_in_range", "max_grad_norm_is_in_range", "eval_delay_is_in_range"),
+        "another value is meant by it",
+    ),
+    "save_total_limit_is_in_range": "all are kept",
     "label_smoothing_factor_is_in_range": "the labels' weights are negative",
     "lora_alpha_is_in_range": "the adapters are multiplied by 0",
     "lora_dropout_is_in_range": "the adapters see nothing",
@@ -462,10 +616,6 @@ def _smaller(case: Case) -> Iterator[Case]:
     for where in (*FILES, "variable", "flag"):  # all of a file at once
         if other := case.of(where):
             yield case.without(other)
-    if len(case.changes) > 3:  # half of them at once
-        middle = len(case.changes) // 2
-        yield case.without(case.changes[:middle])
-        yield case.without(case.changes[middle:])
     for change in case.changes:
         yield case.without([change])
     plain = Case()

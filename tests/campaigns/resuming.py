@@ -3,7 +3,7 @@
     python -m tests.campaigns.resuming kills --seed S --count N [--engine E ...] [--workers K]
     python -m tests.campaigns.resuming damage --seed S --count N [--engine E ...] [--workers K]
 
-kills: until N SIGKILLs have hit, in chains of one to four, at the whole run or at one rank of it.
+kills: N chains of one to four SIGKILLs, at the whole run or at one rank of it.
 damage: N faults, each kind of them and each place at least once: in files of the newest checkpoint,
 in the whole of it, in two files, in the model that the run started from, its tokenizer and
 configuration, in the data and in run.json.
@@ -18,6 +18,8 @@ a run was lost.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -25,12 +27,12 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import count
+from functools import partial, wraps
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,9 +40,126 @@ from typing import Any
 import numpy as np
 
 from launch.output.checkpoints import inspect
-from tests.campaigns.moment import BACKGROUND, COUNT, HIT, MAIN, VARIABLE, Moment
-from tests.campaigns.pool import results, scratch_folder
-from tests.campaigns.runs import Case, Change, Outcome, tried, write, write_material
+from tests.campaigns.runs import MOMENT, Case, Change, Outcome, results, scratch_folder, tried, write, write_material
+
+# --- A moment, so that the same seed kills in the same place --------------------------------------
+#
+# A rank counts its events: Trainer's and torch's own functions as they begin and end, and every
+# file below the output folder that Python opens, renames or removes. At the drawn event, or some
+# milliseconds later, it kills itself and all others, or only itself.
+
+COUNT = "count"  # in place of a moment: only count the events
+HIT = "hit"  # the file that names the phase in which the moment came
+MAIN, BACKGROUND = "main", "background"  # a save goes on in another thread
+
+# Function -> its phase; "" if its begin and end are only two events.
+_OF_TRAINER = {
+    "_inner_training_loop": "training",
+    "_finalize_training": "end",
+    "_save_checkpoint": "save",
+    "_load_from_checkpoint": "loading",
+    "_load_best_model": "best model",
+    "evaluation_loop": "evaluation",
+    "prediction_step": "",
+    "training_step": "step",
+}
+_OF_MODULES = {("transformers.trainer", "rotate_checkpoints"): "rotation", ("torch", "save"): "", ("os", "fsync"): ""}
+_FILES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "shutil.rmtree"}
+_REMOVALS = {"os.remove", "os.rmdir"}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """`delay` seconds after the event with this `number` (from 1) of a thread, as `rank` counts.
+
+    `alone`: only that rank is struck. Otherwise all processes of the run, the launcher among them.
+    """
+
+    number: int
+    delay: float = 0.0
+    rank: int = 0
+    alone: bool = False
+    thread: str = MAIN
+    signal: int = int(signal.SIGKILL)
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Watch:
+    """Keeps the phase of each event of this rank, by its thread, and acts at the moment."""
+
+    def __init__(self, moment: Moment | None, folder: str) -> None:
+        self.moment, self.folder = moment, os.path.abspath(folder)  # noqa: PTH100
+        self.phases = ["start"]
+        self.events: dict[str, list[str]] = {MAIN: [], BACKGROUND: []}
+
+    def event(self) -> None:
+        thread = MAIN if threading.current_thread() is threading.main_thread() else BACKGROUND
+        phase, moment = self.phases[-1] if thread == MAIN else BACKGROUND, self.moment
+        self.events[thread].append(phase)
+        if moment and (thread, len(self.events[thread])) == (moment.thread, moment.number):
+            if moment.delay:
+                threading.Timer(moment.delay, self.act, [phase]).start()
+            else:
+                self.act(phase)
+
+    def act(self, phase: str) -> None:
+        assert self.moment is not None
+        handle = os.open(HIT, os.O_CREAT | os.O_WRONLY)
+        os.write(handle, phase.encode())
+        if self.moment.alone or self.moment.signal != signal.SIGKILL:
+            os.kill(os.getpid(), self.moment.signal)
+        else:
+            os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    def audit(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name not in _FILES or not isinstance(arguments[0], str | os.PathLike):
+            return
+        path = str(arguments[0])  # of a folder that is removed whole, each file without the way to it
+        if os.path.abspath(path).startswith(self.folder) or (name in _REMOVALS and "/" not in path):  # noqa: PTH100
+            self.event()
+
+    def within(self, phase: str, function: Callable) -> Callable:
+        @wraps(function)
+        def inside(*args, **kwargs):
+            named = f"step {args[0].state.global_step + 1}" if phase == "step" else phase
+            self.phases.append(named or self.phases[-1])
+            self.event()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.event()
+                self.phases.pop()
+                if phase == "training":
+                    self.phases[0] = "end"
+
+        return inside
+
+
+@contextlib.contextmanager
+def watched(folder: str) -> Iterator[None]:
+    """Watch this rank, which writes to `folder`, for the moment that its environment names.
+
+    What it has counted goes to events-RANK.json in the current folder.
+    """
+    asked, rank = os.environ[MOMENT], int(os.environ.get("RANK", 0))
+    moment = None if asked == COUNT else Moment(**json.loads(asked))
+    watch = Watch(moment if moment and moment.rank == rank else None, folder)
+    from launch.training.trainer import RecipeTrainer
+
+    for name, phase in _OF_TRAINER.items():
+        setattr(RecipeTrainer, name, watch.within(phase, getattr(RecipeTrainer, name)))
+    for (module, name), phase in _OF_MODULES.items():
+        holder = importlib.import_module(module)
+        setattr(holder, name, watch.within(phase, getattr(holder, name)))
+    sys.addaudithook(watch.audit)
+    watch.event()
+    try:
+        yield
+    finally:
+        Path(f"events-{rank}.json").write_text(json.dumps(watch.events), encoding="utf-8")
+
 
 # --- The trainings: one for each engine, seconds long ---------------------------------------------
 
@@ -125,7 +244,7 @@ def in_new_folder(case: Case, folder: Path, scratch: Path, earlier: Path | None 
 def start(case: Case, moment: str | None = None) -> Outcome:
     """Run the case in the current folder until it ends, or until its moment comes."""
     if moment is not None:
-        case = replace(case, changes=(*case.changes, Change("variable", VARIABLE, moment)))
+        case = replace(case, changes=(*case.changes, Change("variable", MOMENT, moment)))
     return tried(case, checked=True, seconds=PATIENCE)
 
 
@@ -499,14 +618,12 @@ def is_named(file: Path, output: str) -> bool:
 
 # --- All of them ----------------------------------------------------------------------------------
 
-_WITHOUT_A_HIT = 20  # chains: then the moments do not come any more
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.resuming")
     parser.add_argument("what", choices=("kills", "damage"))
     parser.add_argument("--seed", default="0", help="any word; the same word draws the same [0]")
-    parser.add_argument("--count", type=int, default=30, help="how many kills that hit, or how many faults [30]")
+    parser.add_argument("--count", type=int, default=30, help="how many chains of kills, or faults [30]")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, metavar="E", default=PLAIN, help=", ".join(ENGINES))
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="runs at a time")
     parser.add_argument("--only", metavar="TRIAL", help="try what is printed of a lost run, and print its output")
@@ -528,18 +645,12 @@ def main() -> int:
 
 
 def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:
-    alone = chain_from(options.only) if options.only else None
-    engines = [alone.engine] if alone else options.engine
-    events = dict(results(partial(prepare, scratch), engines, options.workers))
-    drawn = (draw_kills(Random(f"{options.seed}-{number}"), events) for number in count())
-    left, missed = options.count, 0
-    while left > 0 and missed < _WITHOUT_A_HIT:
-        chains = [alone] if alone else [next(drawn) for _ in range(max(1, left // 3))]
-        for result in results(partial(killed, scratch), chains, options.workers):
-            left -= len(result.hits)
-            missed = 0 if result.hits else missed + 1
-            yield result
-        left *= alone is None
+    if options.only:
+        options.engine = [chain_from(options.only).engine]
+    events = dict(results(partial(prepare, scratch), options.engine, options.workers))
+    chains = [draw_kills(Random(f"{options.seed}-{number}"), events) for number in range(options.count)]
+    chains = [chain_from(options.only)] if options.only else chains
+    yield from results(partial(killed, scratch), chains, options.workers)
 
 
 def _damage(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:

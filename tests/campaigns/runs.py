@@ -9,22 +9,27 @@ start processes, ranks are forked. Each rank is train.py as it is, with somebody
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 
@@ -32,7 +37,6 @@ from launch.host.processes import free_port
 from launch.host.signals import end_with_parent
 from recipes.catalog import RECIPES
 from recipes.run.files import Json, shipped
-from tests.campaigns import moment
 from tests.support.running import ROOT, SCRIPT
 
 REMOVED = "(removed)"  # the value of a key that is taken out of a file
@@ -253,8 +257,8 @@ def _write_models(folder: Path) -> None:
 
 # --- One rank -------------------------------------------------------------------------------------
 
-# Variables of a rank: train.py's own check is switched off; FSDP shards on a CPU.
-UNCHECKED, LIFTED = "CAMPAIGN_UNCHECKED", "CAMPAIGN_LIFTED"
+# Variables of a rank: train.py's check is switched off; FSDP shards on a CPU; it ends at a moment.
+UNCHECKED, LIFTED, MOMENT = "CAMPAIGN_UNCHECKED", "CAMPAIGN_LIFTED", "CAMPAIGN_MOMENT"
 
 
 def rank(argv: list[str]) -> int:
@@ -272,7 +276,11 @@ def rank(argv: list[str]) -> int:
         lift_the_refusal()
     seen: dict[str, Any] = {"rows": {}, "losses": []}
     _watch(seen)
-    with moment.watched("out"):
+    with contextlib.ExitStack() as stack:
+        if MOMENT in os.environ:
+            from tests.campaigns.resuming import watched
+
+            stack.enter_context(watched("out"))
         try:
             return train.main(argv)
         finally:
@@ -359,7 +367,7 @@ def _local(parameter):
 
 # --- All ranks, as the launcher starts them -------------------------------------------------------
 
-_GRACE = 10  # seconds, for the ranks of a run that is watched
+_GRACE = 5  # seconds: a rank that another one leaves may still print why it ends too
 
 
 def forked(work: Callable[[], int | None], environment: Mapping[str, str] | None = None) -> int:
@@ -434,21 +442,20 @@ def _ranks(count: int, environment: Mapping[str, str], words: list[str]) -> int:
         pid, status = os.wait()
         running.discard(pid)
         if status:
-            _end(running, _GRACE if moment.VARIABLE in environment else 0)
+            _end(running)
             return os.waitstatus_to_exitcode(status)
     return 0
 
 
-def _end(ranks: set[int], grace: float) -> None:
-    """SIGTERM to those that one rank has left alone, and after a while SIGKILL."""
-    deadline = time.monotonic() + grace
-    for pid in ranks:
-        os.kill(pid, signal.SIGTERM if grace else signal.SIGKILL)
-    while ranks and time.monotonic() < deadline:
-        ranks.discard(os.waitpid(-1, os.WNOHANG)[0])
-        time.sleep(0.02)
-    for pid in ranks:
-        os.kill(pid, signal.SIGKILL)
+def _end(ranks: set[int]) -> None:
+    """Wait for those that one rank has left alone; after a while SIGTERM, and at last SIGKILL."""
+    for number in (0, signal.SIGTERM, signal.SIGKILL):
+        for pid in ranks:
+            os.kill(pid, number)
+        deadline = time.monotonic() + _GRACE
+        while ranks and time.monotonic() < deadline:
+            ranks.discard(os.waitpid(-1, os.WNOHANG)[0])
+            time.sleep(0.02)
 
 
 # --- What becomes of it ---------------------------------------------------------------------------
@@ -542,3 +549,48 @@ def _ended(pid: int, seconds: float) -> int | None:
     if code is None:
         os.waitpid(pid, 0)
     return code
+
+
+# --- Many of them, in processes that have imported everything -------------------------------------
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+# Runs are forked from processes that have imported this, which saves each of them ten seconds.
+_IMPORTED = """
+    deepspeed accelerate.commands.launch torch.distributed.run peft bitsandbytes
+    launch.train launch.output.resume launch.training.trainer launch.training.model tests.support.fsdp_on_cpu
+""".split()
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for a campaign, and what each of its processes finds in its environment.
+
+    Before torch is imported.
+    """
+    own = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    own["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"  # killed runs leave their locks behind
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
+        os.environ.update(own, HF_HOME=f"{folder}/hf")
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+        yield Path(folder)
+
+
+def results(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`work` of every item, in any order. A worker that dies ends the campaign with an error."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _prepare) as pool:
+        try:
+            for done in as_completed([pool.submit(work, item) for item in items]):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _prepare() -> None:
+    end_with_parent()
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    with contextlib.suppress(Exception):  # DeepSpeed's compiled optimizer: looking for it takes three seconds
+        importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
+    gc.freeze()

@@ -2,8 +2,7 @@
 
 Every case trains two optimizer steps with RecipeTrainer: in the second, activations and optimizer
 state are in memory together. Models are initialised from a configuration, tokens are random,
-nothing is compiled. The model is wrapped in DDP as on one rank of several, unless the case says
-"alone".
+nothing is compiled. The model is wrapped in DDP as on one rank of several.
 
 On a CPU a case trains in fp32, and "allocated" is what torch's CPU allocator counted: this tests
 the script, not the plan for a GPU.
@@ -15,12 +14,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from launch.doctor.machine import smi_rows
 from launch.host.processes import free_port
 
 Figures = dict[str, Any]
@@ -31,7 +29,7 @@ FAMILIES = {
     "llama": {"vocab_size": 32_000},
     "qwen2": {"vocab_size": 151_936, "tie_word_embeddings": True},
     "bert": {"vocab_size": 30_522},
-    "qwen3-moe": {"vocab_size": 151_936, "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"vocab_size": 151_936, "num_experts": 8, "num_experts_per_tok": 2},
 }
 # Width, layers, heads, heads of keys and values, and width of the MLP.
 SHAPES = {
@@ -47,7 +45,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One training. `flags` are more flags of train.py; without `ddp` the model is not wrapped."""
+    """One training. `flags` are more flags of train.py."""
 
     family: str
     size: str
@@ -55,7 +53,6 @@ class Case:
     micro: int
     length: int
     accumulation: int = 1
-    ddp: bool = True
     flags: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -63,20 +60,14 @@ class Case:
         return "sequence_classification" if self.family == "bert" else "causal_lm"
 
     def __str__(self) -> str:
-        words = [f"{self.family} {self.size}", self.recipe if self.ddp else f"{self.recipe} alone"]
-        words += [f"{self.micro}x{self.accumulation} of {self.length}", *map(_short_flag, self.flags.items())]
-        return ", ".join(words)
-
-
-def _short_flag(flag: tuple[str, Any]) -> str:
-    name, value = flag
-    return {True: name, False: f"no {name}"}.get(value, f"{name} {value}") if isinstance(value, bool) else str(value)
+        flags = [name if value is True else f"{name} {value}" for name, value in self.flags.items()]
+        batch = f"{self.micro}x{self.accumulation} of {self.length}"
+        return ", ".join([f"{self.family} {self.size}", self.recipe, batch, *flags])
 
 
 CHECKPOINTED = {"gradient_checkpointing": True}
 EIGHT_BIT = {"optim": "adamw_bnb_8bit"}
 LORA = {"use_peft": True}
-PACKED = {"packing": True}
 CASES = [
     Case("gpt2", "0.1B", "standard", 8, 1024),
     Case("gpt2", "0.1B", "standard", 8, 1024, flags={"bf16": False}),
@@ -87,9 +78,8 @@ CASES = [
     Case("qwen2", "0.5B", "fast", 4, 2048),
     Case("qwen2", "0.5B", "standard", 4, 2048, accumulation=2, flags=EIGHT_BIT),
     Case("qwen2", "0.5B", "standard", 4, 2048, flags=LORA),
-    Case("qwen3-moe", "0.1B", "standard", 4, 1024),
-    Case("llama", "1.2B", "standard", 4, 2048, ddp=False, flags=PACKED),
-    Case("llama", "1.2B", "standard", 4, 2048, flags=PACKED),
+    Case("qwen3_moe", "0.1B", "standard", 4, 1024),
+    Case("llama", "1.2B", "standard", 4, 2048, flags={"packing": True}),
     Case("llama", "1.2B", "fast", 8, 2048),
     Case("llama", "1.2B", "fast", 4, 2048, accumulation=2),
     Case("llama", "1.2B", "fast", 4, 4096),
@@ -109,90 +99,83 @@ def cases(rehearse: bool) -> list[Case]:
 
 def config_of(case: Case):
     import torch
-    from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+    from transformers import AutoConfig
 
     width, layers, heads, shared, mlp = SHAPES[case.size]
     own = {**FAMILIES[case.family], "use_cache": False}
     if case.size == "tiny":
         own |= {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}
     if not torch.cuda.is_available():  # attention with dropout is not fused there, and keeps all its weights
-        own |= {
-            {"gpt2": "attn_pdrop", "bert": "attention_probs_dropout_prob"}.get(case.family, "attention_dropout"): 0.0
-        }
+        dropout = {"gpt2": "attn_pdrop", "bert": "attention_probs_dropout_prob"}
+        own[dropout.get(case.family, "attention_dropout")] = 0.0
     if case.family == "gpt2":
-        return GPT2Config(n_embd=width, n_layer=layers, n_head=heads, n_positions=case.length, **own)
-    shape = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": mlp,
-        "max_position_embeddings": case.length,
-    }
-    if case.family == "bert":
-        return BertConfig(**shape, **own)
-    shape["num_key_value_heads"] = shared
-    if case.family == "qwen3-moe":
-        return Qwen3MoeConfig(**shape, moe_intermediate_size=mlp // 4, **own)
-    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[case.family](**shape, **own)
+        return AutoConfig.for_model("gpt2", n_embd=width, n_layer=layers, n_head=heads, n_positions=case.length, **own)
+    own |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": mlp}
+    own |= {} if case.family == "bert" else {"num_key_value_heads": shared, "moe_intermediate_size": mlp // 4}
+    return AutoConfig.for_model(case.family, max_position_embeddings=case.length, **own)
 
 
-# --- Predicted -----------------------------------------------------------------------------------
-
-
-def predicted(case: Case) -> dict[str, Any]:
-    """The plan for the same model, batch and GPU. Raises `UserError` if it cannot be planned."""
-    from recipes import plan_memory
-    from recipes.errors import UserError
-    from recipes.run import hardware, known_gpus
-
-    machine = hardware.read()
-    card: dict[str, Any] = {"gpu": "H100"}  # for a rehearsal: in fp32 the plan does not depend on the GPU
-    if machine.gpus:
-        card = {"gpu_memory": machine.gpus[0].memory_bytes / 1e9}
-        with suppress(UserError):
-            card = {"gpu": known_gpus.find(machine.gpus[0].name).name}
-    world = 2 if case.ddp else 1  # the memory of a rank is the same with any larger number
-    flags = {**own_flags(case), "task": case.task, "max_length": case.length}
-    flags["global_batch_size"] = case.micro * case.accumulation * world
-    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value).lower())]
-    (planned,) = plan_memory(config_of(case), recipe=case.recipe, num_processes=world, argv=argv, **card).recipes
-    return {"components": asdict(planned.components), "total": planned.total_bytes}
-
-
-def own_flags(case: Case) -> dict[str, Any]:
-    """The flags of train.py for a case on this machine."""
+def flags_of(case: Case) -> dict[str, Any]:
+    """The flags of train.py for a case on this machine, but for the global batch."""
     import torch
 
-    batch = {"per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.accumulation}
-    on_a_cpu = {} if torch.cuda.is_available() else {"bf16": False}
-    compiled = {"torch_compile": False} if case.recipe == "fast" else {}
-    return {**batch, **on_a_cpu, **compiled, **case.flags}
+    flags = {"per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.accumulation}
+    flags |= {"task": case.task, "max_length": case.length}
+    flags |= {} if torch.cuda.is_available() else {"bf16": False}
+    flags |= {"torch_compile": False} if case.recipe == "fast" else {}
+    return {**flags, **case.flags}
+
+
+def measure(case: Case, work: Path) -> Figures:
+    """Plan and peak of a case in this process, which can measure only one."""
+    return compared(*predicted(case), measured(case))
+
+
+def predicted(case: Case) -> tuple[int, int]:
+    """Bytes that the plan for the same model, batch and GPU expects: all, and those that torch
+    allocates. On a CPU cuBLAS's two workspaces are not among them.
+    """
+    from recipes import plan_memory
+    from recipes.errors import UserError
+    from recipes.planner.allocator import workspace_bytes
+    from recipes.run import hardware, known_gpus
+
+    card: dict[str, Any] = {"gpu": "H100"}  # for a rehearsal: in fp32 the plan does not depend on the GPU
+    workspaces = 2 * workspace_bytes((9, 0))
+    if gpus := hardware.read().gpus:
+        card, workspaces = {"gpu_memory": gpus[0].memory_bytes / 1e9}, 0
+        with suppress(UserError):
+            card = {"gpu": known_gpus.find(gpus[0].name).name}
+    # The memory of a rank is the same in any world of more than one.
+    flags = {**flags_of(case), "global_batch_size": case.micro * case.accumulation * 2}
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value).lower())]
+    (plan,) = plan_memory(config_of(case), recipe=case.recipe, num_processes=2, argv=argv, **card).recipes
+    return plan.total_bytes, plan.total_bytes - plan.components.context - plan.components.cached - workspaces
+
+
+def compared(total: int, planned: int, found: dict[str, int]) -> Figures:
+    """The plan beside what was measured. A training `holds` on a GPU that is just large enough by
+    the plan.
+    """
+    from recipes.planner.fits import MARGIN
+
+    figures = {"planned GiB": planned / GIB, **{f"{name} GiB": size / GIB for name, size in found.items()}}
+    figures["difference"] = planned / found["allocated"] - 1
+    if "reserved" in found:
+        figures["holds"] = found["reserved"] + found["outside torch"] <= total * (1 + MARGIN)
+    return figures
 
 
 # --- Measured ------------------------------------------------------------------------------------
 
 
-def outside_torch() -> int | None:
-    """Bytes of its GPU that are taken beside what torch has reserved in this process; None if
-    nvidia-smi names another process there.
+def measured(case: Case) -> dict[str, int]:
+    """Peak bytes of two steps in this process; on a GPU also those outside of torch: the CUDA
+    context, and other processes.
     """
     import torch
 
-    device = torch.cuda.current_device()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    if sum(uuid in row for row in smi_rows("--query-compute-apps=gpu_uuid,pid")) > 1:
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    size = total - free - torch.cuda.memory_reserved(device)
-    return size if size > 0 else None
-
-
-def measured(case: Case) -> dict[str, Any]:
-    """Peak bytes of two steps in this process."""
-    import torch
-
-    if case.ddp:
-        _be_a_rank()
+    _be_a_rank()
     if not torch.cuda.is_available():
         with cpu_allocations() as counted:
             train(case)
@@ -200,46 +183,38 @@ def measured(case: Case) -> dict[str, Any]:
     trainer = train(case)
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     free, total = torch.cuda.mem_get_info()
-    found["outside_torch"] = total - free - torch.cuda.memory_reserved()  # the CUDA context, and other processes
-    found["context"] = outside_torch()  # None if other processes use the GPU
+    found["outside torch"] = total - free - torch.cuda.memory_reserved()
     del trainer
     return found
 
 
 def train(case: Case):
     """Two optimizer steps of RecipeTrainer, set up as train.py would."""
+    import torch
     import transformers
 
+    from launch.training.model import with_adapters
     from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
     from recipes.run import here, resolve
 
     with tempfile.TemporaryDirectory() as folder:
-        world = {"global_batch_size": case.micro * case.accumulation, "max_steps": STEPS, "learning_rate": RATE}
-        quiet = {"save_strategy": "no", "disable_tqdm": True, "report_to": "none", "dataloader_num_workers": 0}
-        settings = {"recipe": case.recipe, "output_dir": folder, "task": case.task, "max_length": case.length}
-        if case.recipe == "fast":
-            quiet["dataloader_prefetch_factor"] = None
-        run = resolve(place=here(trained_by="nobody"), settings={**settings, **world, **quiet, **own_flags(case)})
+        settings = {"recipe": case.recipe, "output_dir": folder, "max_steps": STEPS, "learning_rate": RATE}
+        settings |= {"save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
+        settings |= {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
+        settings |= {"global_batch_size": case.micro * case.accumulation, **flags_of(case)}
+        run = resolve(place=here(trained_by="nobody"), settings=settings)
         if run.problems:
             raise ValueError("; ".join(map(str, run.problems)))
         args = arguments_for(run, transformers.TrainingArguments)
-        data = rows(case, run["packing"])
-        trainer = RecipeTrainer(model=model_of(case, run), args=args, train_dataset=data, run=run)
+        torch.manual_seed(0)
+        causal, classifier = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+        auto = causal if case.task == "causal_lm" else classifier
+        model = auto.from_config(config_of(case), dtype=torch.float32)
+        model = with_adapters(run, model) if run["use_peft"] else model
+        trainer = RecipeTrainer(model=model, args=args, train_dataset=rows(case, run["packing"]), run=run)
         trainer.train()
     return trainer
-
-
-def model_of(case: Case, run):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    from launch.training.model import with_adapters
-
-    torch.manual_seed(0)
-    auto = AutoModelForCausalLM if case.task == "causal_lm" else AutoModelForSequenceClassification
-    model = auto.from_config(config_of(case), dtype=torch.float32)
-    return with_adapters(run, model) if run["use_peft"] else model
 
 
 def rows(case: Case, packed: bool) -> list[dict[str, Any]]:
@@ -273,38 +248,3 @@ def cpu_allocations() -> Iterator[dict[str, int]]:
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     counted["allocated"] = max(accumulate(event.nbytes() for event in events), default=0)
-
-
-# --- Planned beside measured ---------------------------------------------------------------------
-
-
-def measure(case: Case, work: Path, rehearse: bool) -> Figures:
-    """Plan and peak of a case in this process, which can measure only one."""
-    from recipes.errors import UserError
-
-    try:
-        plan = predicted(case)
-    except UserError as error:
-        plan = {"not_planned": str(error.problems[0].what)}
-    return compared({**plan, **measured(case)})
-
-
-def compared(found: Figures) -> Figures:
-    """The figures, in GiB too, with what the plan is above them and whether they hold its promise.
-
-    `planned` is what torch should allocate, without the CUDA context: on a CPU without cuBLAS's two
-    workspaces. A training `holds` on a GPU that is just large enough by the plan.
-    """
-    from recipes.planner.allocator import workspace_bytes
-    from recipes.planner.fits import MARGIN
-
-    on_gpu = "reserved" in found
-    found |= {f"{name}_gib": found[name] / GIB for name in ("allocated", "reserved") if name in found}
-    if "not_planned" in found:
-        return found
-    workspaces = 0 if on_gpu else 2 * workspace_bytes((9, 0))  # of the H100 that stands in
-    planned = found["total"] - found["components"]["context"] - found["components"]["cached"] - workspaces
-    found |= {"planned": planned, "planned_gib": planned / GIB, "difference": planned / found["allocated"] - 1}
-    if on_gpu:
-        found["holds"] = found["reserved"] + found["outside_torch"] <= found["total"] * (1 + MARGIN)
-    return found

@@ -4,8 +4,6 @@
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ import torch
 from launch.cli import main
 from recipes.run import hardware
 from tests.gpu import memory
-from tests.gpu.__main__ import FIGURES
-from tests.support.running import ROOT, launch, losses, train_here
+from tests.gpu.cases import measured
+from tests.support.running import launch, losses, train_here
 from tests.support.wide import LENGTH, texts_of, wide_model
 
 MIB = 2**20
@@ -49,9 +47,7 @@ def test_a_recipe_trains_on_the_gpu(flags, tiny_model, texts, tmp_path):
 
 @pytest.mark.parametrize("case", [str(case) for case in memory.CASES if case.size == "0.1B"])
 def test_what_torch_allocates_was_predicted(case, tmp_path):
-    command = [sys.executable, "-m", "tests.gpu", "--case", case, "--work", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    assert abs(json.loads((tmp_path / FIGURES).read_text())["figures"]["difference"]) < 0.1
+    assert abs(measured(case, tmp_path, rehearse=False, deadline=600)["figures"]["difference"]) < 0.1
 
 
 def test_the_largest_micro_batch_under_a_limit_is_found_and_trains(tmp_path):

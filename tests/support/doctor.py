@@ -1,4 +1,4 @@
-"""Running `recipes doctor` in a test, and what it is asked for."""
+"""Running `recipes doctor` in a test, on a machine as the test describes it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from launch.flags import Parser
 from recipes.run.hardware import Gpu, Hardware
 
 DOCTOR = [sys.executable, "-m", "launch", "doctor"]
+# An nvidia-smi that shows two H100s.
+SMI = """\
+#!/bin/sh
+case "$1" in
+    --query-gpu=uuid) printf 'GPU-a\\nGPU-b\\n' ;;
+    --query-gpu=driver_version) printf '580.1\\n580.1\\n' ;;
+    --query-gpu=index,memory.free,memory.total) printf '0, 80000, 81559\\n1, 1000, 81559\\n' ;;
+    --query-compute-apps=*) printf '4242, python\\n' ;;
+    --query-gpu=*) printf '[N/A]\\n[N/A]\\n' ;;
+esac
+"""
 
 
 def examined(*words: str) -> tuple[int, dict[str, Check]]:
@@ -21,12 +32,7 @@ def examined(*words: str) -> tuple[int, dict[str, Check]]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = main(["doctor", "--json", *words])
-    return code, checks_in(printed.getvalue())
-
-
-def checks_in(text: str) -> dict[str, Check]:
-    """The checks of a report in JSON, by their titles."""
-    return {check["title"]: Check(**check) for check in json.loads(text)["checks"]}
+    return code, {check["title"]: Check(**check) for check in json.loads(printed.getvalue())["checks"]}
 
 
 def requested(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> Request:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.data.demo import demo_tokenizer
 from launch.data.load import Data
@@ -22,6 +25,15 @@ def save(model, folder) -> str:
     model.save_pretrained(folder)
     demo_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def write_llama(folder: Path, **sizes) -> Path:
+    """A Llama of these sizes, and the byte-level tokenizer."""
+    tokenizer = demo_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    save(LlamaForCausalLM(LlamaConfig(**{"vocab_size": len(tokenizer), **ids, **sizes})), folder)
+    return folder
 
 
 def run_with(name=None, **chosen) -> RunSpec:

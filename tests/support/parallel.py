@@ -1,8 +1,7 @@
 """A rank that trains a tiny Llama with Trainer itself: `python parallel.py JSON`, and its losses.
 
-The JSON holds `settings` of TrainingArguments and, if wanted, `sizes` of a ParallelismConfig,
-`tp_plan`, or `lift`: then accelerate believes the rank to have a GPU. All else is real, with gloo
-and on the CPU.
+The JSON holds `settings` of TrainingArguments and, if wanted, `sizes` of a ParallelismConfig, or
+`lift`: then accelerate believes the rank to have a GPU. All else is real, with gloo and on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.support.running import run_ranks
 ROWS = torch.randint(1, 32, (32, 16), generator=torch.Generator().manual_seed(0))
 
 
-def train(folder: str, settings: dict, sizes: dict | None = None, tp_plan: str | None = None, lift: bool = False):
+def train(folder: str, settings: dict, sizes: dict | None = None, lift: bool = False):
     """The Trainer after four steps, the same for every rank of whatever engine."""
     from accelerate import ParallelismConfig, PartialState
     from accelerate.utils import DistributedType
@@ -44,26 +43,20 @@ def train(folder: str, settings: dict, sizes: dict | None = None, tp_plan: str |
         {"input_ids": row, "labels": row.masked_fill(places < number % 7, -100), "position_ids": places}
         for number, row in enumerate(ROWS)
     ]
-    trainer = Trainer(_model(folder, tp_plan), args, train_dataset=data)
+    trainer = Trainer(tiny_llama(num_hidden_layers=2, num_attention_heads=4), args, train_dataset=data)
     trainer.train()
     return trainer
 
 
-def _model(folder: str, tp_plan: str | None):
-    model = tiny_llama(num_hidden_layers=2, num_attention_heads=4)
-    if tp_plan is None:
-        return model
-    model.save_pretrained(folder)
-    torch.distributed.barrier()
-    return type(model).from_pretrained(folder, tp_plan=tp_plan, dtype=torch.float32)
-
-
-def ranks(folder: Path, processes: int, **request) -> tuple[list[dict], str]:
-    """What each rank reports (losses, gradient norms, own parameters), and all of their output."""
+def ranks(folder: Path, processes: int, **request) -> list[dict]:
+    """The losses, gradient norms and own parameters that each rank reports."""
+    folder.mkdir(exist_ok=True)
     words = [__file__, json.dumps({"folder": str(folder), **request})]
     variables = {**os.environ, "DS_ACCELERATOR": "cpu", **request.pop("variables", {})}
     _, output = run_ranks(processes, variables, words)
-    return [json.loads(found) for found in re.findall(r"^REPORT (.*)$", output, re.M)], output
+    reports = [json.loads(found) for found in re.findall(r"^REPORT (.*)$", output, re.M)]
+    assert len(reports) == processes, output
+    return reports
 
 
 if __name__ == "__main__":

@@ -98,26 +98,22 @@ def launched(file: Path, *flags: str, script: Sequence[str] = ("train.py",)) -> 
 
 
 def run_ranks(processes: int, environment: dict[str, str], argv: list[str]) -> tuple[list[int], str]:
-    """As `fork_ranks`: the exit codes of the ranks, and what all of them printed."""
-    with tempfile.TemporaryFile() as log:
-        codes = fork_ranks(processes, environment, argv, log.fileno())
-        log.seek(0)
-        return codes, log.read().decode()
-
-
-def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log: int) -> list[int]:
-    """Run the script `argv` in all ranks of a world on this machine. Returns their exit codes."""
+    """Run the script `argv` in all ranks of a world on this machine. Returns their exit codes, and
+    what all of them printed.
+    """
     world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = []
-    for rank in range(processes):
-        own = {**environment, **{name: str(value) for name, value in world.items()}}
-        own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        ranks.append(fork(own, argv, log))
-    for process in ranks:
-        process.join(PATIENCE)  # DeepSpeed's first run compiles
-        process.kill()
-    return [process.exitcode for process in ranks]
+    with tempfile.TemporaryFile() as log:
+        ranks = []
+        for rank in range(processes):
+            own = {**environment, **{name: str(value) for name, value in world.items()}}
+            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            ranks.append(fork(own, argv, log.fileno()))
+        for process in ranks:
+            process.join(PATIENCE)  # DeepSpeed's first run compiles
+            process.kill()
+        log.seek(0)
+        return [process.exitcode for process in ranks], log.read().decode()
 
 
 def fork(environment: dict[str, str], argv: list[str], log: int) -> BaseProcess:

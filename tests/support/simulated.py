@@ -1,22 +1,18 @@
-"""A small simulator of data-parallel training, and the timings that it would give.
+"""A model of data-parallel training in closed form, and the timings that it would give.
 
-It simulates processes, a link and loaders, and shares no code with the verdicts. Each effect can be
-switched off, so the cause of a slow step is known: the effect without which the step at the largest
-size is fastest.
+Processes, a link and loaders, without any code of the verdicts. Each effect can be switched off, so
+the cause of a slow step is known: the effect without which the step at the largest size is fastest.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean, median_low
 
 from recipes.scaling.timings import Timing
 
-WARM_UP, STEPS = 20, 20  # simulated steps; logs and checkpoints come every so many that divide 20
 EPOCH = 50  # steps
 
 
@@ -47,91 +43,48 @@ class Training:
     log_every: int = 10
     checkpoint: float = 0.0
     save_every: int = 20
-    jitter: float = 0.0  # by which a process's steps differ, as a standard deviation
 
     def passes(self, samples: float) -> int:
         return math.ceil(samples / self.largest_micro_batch)
 
+    def collective(self, world: int, size: float) -> float:
+        """Seconds of an all-reduce of `size` bytes in a ring."""
+        return 2 * (world - 1) * self.latency + 2 * (world - 1) / world * size / self.bandwidth
+
 
 @dataclass
-class Stretch:
-    """Means over the steps of a stretch, in seconds; `waits` and `own` of each process."""
+class Step:
+    """Seconds of a step and its parts; `own`: forward, backward and optimizer of each process."""
 
     step: float
-    waits: list[float]  # for data
-    own: list[float]  # forward, backward and optimizer
+    own: list[float]
+    wait: float  # for data
     logging: float
     saving: float
 
 
-def train(
-    training: Training, world: int, batch: int, random: Random, exchange: bool = True, fed: bool = False
-) -> Stretch:
-    """Steps of `world` processes, one event after the other.
-
-    `fed`: from memory, with neither logs nor checkpoints.
-    """
+def train(training: Training, world: int, batch: int, exchange: bool = True, fed: bool = False) -> Step:
+    """A step of `world` processes. `fed`: from memory, with neither logs nor checkpoints."""
     samples = batch / world
     passes = training.passes(samples)
     once = training.launch + samples / passes * (training.forward + training.backward)
-    exchanges = (passes if training.every_micro_batch else 1) if exchange and world > 1 else 0
     pace = [1 + training.contention * (world - 1)] * world
-    pace[training.slow_rank % world] *= training.slow_computing if training.slow_rank < world else 1
-    loaders = [_loader(training, samples, passes) for _ in range(world)]
-
-    now, begun, found = [0.0] * world, 0.0, Stretch(0.0, [0.0] * world, [0.0] * world, 0.0, 0.0)
-    for step in range(WARM_UP + STEPS):
-        if step == WARM_UP:
-            begun, found = max(now), Stretch(0.0, [0.0] * world, [0.0] * world, 0.0, 0.0)
-        slow = [each * max(0.5, random.gauss(1, training.jitter)) for each in pace]
-        for rank in range(world):
-            loaded = now[rank] if fed else loaders[rank](now[rank])
-            found.waits[rank] += (loaded - now[rank]) / STEPS
-            found.own[rank] += slow[rank] * (passes * once + training.optimizer) / STEPS
-            now[rank] = loaded + slow[rank] * (passes - exchanges) * once
-        for _ in range(exchanges):
-            ends = [time + each * once for time, each in zip(now, slow, strict=True)]
-            now = [_exchanged(training, world, max(ends), slow[ends.index(max(ends))] * once)] * world
-        now = [time + each * training.optimizer for time, each in zip(now, slow, strict=True)]
-        if not fed and step % training.log_every == 0:
-            now = [max(now) + training.log] * world
-            found.logging += training.log / STEPS
-        if not fed and step % training.save_every == 0:
-            now = [max(now) + training.checkpoint] * world
-            found.saving += training.checkpoint / STEPS
-    found.step = (max(now) - begun) / STEPS
-    return found
-
-
-def _exchanged(training: Training, world: int, end: float, once: float) -> float:
-    """When all processes have all gradients. The last process is last with each bucket."""
-    takes = _collective(training, world, training.gradients / training.buckets)
-    others = training.buckets - 1
-    backward = once * training.backward / (training.forward + training.backward)
-    first = end - backward * others / training.buckets if training.overlapped else end
-    return max(end, first + others * takes) + takes
-
-
-def _collective(training: Training, world: int, size: float) -> float:
-    """Seconds of an all-reduce of `size` bytes in a ring."""
-    return 2 * (world - 1) * training.latency + 2 * (world - 1) / world * size / training.bandwidth
-
-
-def _loader(training: Training, samples: float, passes: int) -> Callable[[float], float]:
-    """When a process that asks now gets its batch. Each worker loads two micro-batches ahead."""
-    takes = samples * training.loading / max(1, training.workers)
-    steps = max(1, 2 * training.workers // passes)
-    taken, loaded = deque([0.0] * steps, maxlen=steps), 0.0
-
-    def take(now: float) -> float:
-        nonlocal loaded
-        if not training.workers:
-            return now + takes
-        loaded = max(loaded, taken[0]) + takes
-        taken.append(max(now, loaded))
-        return taken[-1]
-
-    return take
+    if training.slow_rank < world:
+        pace[training.slow_rank] *= training.slow_computing
+    own = [each * (passes * once + training.optimizer) for each in pace]
+    exchanges = (passes if training.every_micro_batch else 1) if exchange and world > 1 else 0
+    # Buckets but the last travel while the backward pass of the slowest process computes the next.
+    takes = training.collective(world, training.gradients / training.buckets)
+    backward = max(pace) * once * training.backward / (training.forward + training.backward)
+    hidden = backward / training.buckets if training.overlapped else 0.0
+    exposed = takes + (training.buckets - 1) * max(0.0, takes - hidden)
+    busy = max(own) + exchanges * exposed
+    if fed:
+        return Step(busy, own, 0.0, 0.0, 0.0)
+    loading = samples * training.loading / max(1, training.workers)
+    wait = max(0.0, loading - busy) if training.workers else loading  # logs and saves outlast what is prefetched
+    logging, saving = training.log / training.log_every, training.checkpoint / training.save_every
+    return Step(busy + wait + logging + saving, own, wait, logging, saving)
 
 
 # --- What causes it ------------------------------------------------------------------------------
@@ -158,12 +111,12 @@ def without(training: Training, causes: tuple[str, ...] | list[str], world: int)
 
 def gains(training: Training, world: int) -> dict[str, float]:
     """The share of a step at that size that is saved without each effect; and without all."""
-    still = replace(training, jitter=0.0)
-    step, *ideal = (
-        train(without(still, causes, world), world, training.global_batch, Random(0)).step
-        for causes in ((), *((cause,) for cause in CAUSES), CAUSES)
-    )
-    return {cause: 1 - one / step for cause, one in zip((*CAUSES, "all"), ideal, strict=True)}
+    step = train(training, world, training.global_batch).step
+    switched_off = {**{cause: (cause,) for cause in CAUSES}, "all": CAUSES}
+    return {
+        name: 1 - train(without(training, causes, world), world, training.global_batch).step / step
+        for name, causes in switched_off.items()
+    }
 
 
 # --- What is measured ----------------------------------------------------------------------------
@@ -172,32 +125,27 @@ def gains(training: Training, world: int) -> dict[str, float]:
 def measured(
     training: Training, largest: int, repeats: int, random: Random, noise: float = 0.03, within: float = 0.01
 ) -> list[Timing]:
-    """Strong and weak rows; runs differ by `noise`, stretches of one by `within` (deviations).
-
-    Three stretches per run: the training, and a step from memory with and without exchange.
-    """
+    """Strong and weak rows; runs differ by `noise`, the measurements of one by `within`."""
     found = []
     for scaling in ("strong", "weak"):
         for world in (world for world in (1, 2, 4, 8) if world <= largest):
             batch = training.global_batch if scaling == "strong" else training.global_batch // largest * world
-            ways = ({}, {"fed": True}, {"exchange": False, "fed": True})
-            stretches = [train(training, world, batch, random, **way) for way in ways]
             for _ in range(repeats):
                 slowed = random.lognormvariate(0, noise) * (random.uniform(1.3, 2) if random.random() < 0.03 else 1)
                 off = [slowed * random.lognormvariate(0, within) for _ in range(3)]
-                found.append(_row(training, scaling, world, batch, stretches, off))
+                found.append(_row(training, scaling, world, batch, off))
     return found
 
 
-def _row(
-    training: Training, scaling: str, world: int, batch: int, stretches: list[Stretch], off: list[float]
-) -> Timing:
-    """The row of a run whose three stretches take `off` times as long as they should."""
-    trained, synced, alone = stretches
+def _row(training: Training, scaling: str, world: int, batch: int, off: list[float]) -> Timing:
+    """The row of a run. It measures the training, and a step from memory with and without exchange,
+    each of which takes so many times as long as it should.
+    """
+    trained, synced = train(training, world, batch), train(training, world, batch, fed=True)
     passes, first, several = training.passes(batch / world), off[0], world > 1
     beside = first * (1 + training.contention * (world - 1))
     parts = {
-        "data_wait": first * fmean(trained.waits),
+        "data_wait": first * trained.wait,
         "forward": beside * batch / world * training.forward,
         "optimizer": beside * training.optimizer,
         "logging": first * trained.logging,
@@ -205,7 +153,7 @@ def _row(
     }
     parts["backward"] = first * fmean(trained.own) - parts["forward"] - parts["optimizer"]
     left = max(0.0, first * trained.step - sum(parts.values()))
-    slowest = off[2] * max(alone.own)
+    slowest = off[2] * max(trained.own)
     communication = min(left, max(0.0, off[1] * synced.step - slowest)) if several else 0.0
     syncs = (passes if training.every_micro_batch else 1) if several else 0
     bucket = training.gradients / training.buckets  # whose all-reduce, and one of a few bytes, measure the link
@@ -220,14 +168,14 @@ def _row(
         step_time=sum(parts.values()) + left,
         communication=communication,
         other=left - communication,
-        data_wait_max=first * max(trained.waits),
-        no_sync_step=off[2] * median_low(alone.own),
+        data_wait_max=first * trained.wait,
+        no_sync_step=off[2] * median_low(trained.own),
         no_sync_step_max=slowest,
         syncs=syncs,
         collectives=syncs * training.buckets,
         sync_bytes=round(syncs * training.gradients),
-        link_bandwidth=2 * (world - 1) / world * bucket / _collective(training, world, bucket) if several else None,
-        link_latency=_collective(training, world, 0) if several else None,
+        link_bandwidth=2 * (world - 1) / world * bucket / training.collective(world, bucket) if several else None,
+        link_latency=training.collective(world, 0) if several else None,
         workers=training.workers,
         **parts,
     )
@@ -253,7 +201,6 @@ def draw(random: Random, effects: int | None = None) -> tuple[Training, int]:
     workers = random.choice([0, 2, 4])
     behind = work * (_between(random, 1.2, 4) if "data" in large else _between(random, 0.03, 0.7))  # the computing
     loading = behind if workers else size("data", 0.3, 3)
-    log_every, save_every = random.choice([1, 2, 5, 10]), random.choice([5, 10, 20])
     return Training(
         global_batch=each * largest,
         largest_micro_batch=limit,
@@ -272,11 +219,8 @@ def draw(random: Random, effects: int | None = None) -> tuple[Training, int]:
         workers=workers,
         slow_computing=1 + size("straggler", 0.25, 2) / work,
         slow_rank=random.randrange(largest),
-        log=size("logging", 0.3, 3) * log_every,
-        log_every=log_every,
-        checkpoint=size("saving", 0.3, 3) * save_every,
-        save_every=save_every,
-        jitter=random.uniform(0.005, 0.03),
+        log=size("logging", 0.3, 3) * 10,
+        checkpoint=size("saving", 0.3, 3) * 20,
     ), largest
 
 

@@ -10,27 +10,11 @@ LENGTH = 512  # tokens of a long text
 
 def wide_model(folder: Path) -> Path:
     """About 0.4 GB for each example of `LENGTH` tokens in a micro-batch."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.support.models import write_llama
 
-    from launch.data.demo import demo_tokenizer
-
-    tokenizer = demo_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64_000,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=LENGTH,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 64_000, "max_position_embeddings": LENGTH}
+    return write_llama(folder, tie_word_embeddings=True, **sizes)
 
 
 def texts_of(file: Path, lengths: list[int]) -> Path:

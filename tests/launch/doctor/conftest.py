@@ -5,7 +5,7 @@ import os
 import pytest
 
 from launch.doctor import machine
-from tests.campaigns.doctor.stand_in import SMI
+from tests.support.doctor import SMI
 from tests.support.running import ROOT
 
 

@@ -1,4 +1,4 @@
-"""`recipes doctor` with real ranks. Faults between them are in tests/campaigns/doctor."""
+"""`recipes doctor` with real ranks. Faults between them are in tests/campaigns/test_doctor.py."""
 
 import os
 import signal

@@ -8,8 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from launch.doctor import machine
 from recipes.errors import UserError
-from tests.campaigns.doctor.stand_in import SMI
-from tests.support.doctor import requested
+from tests.support.doctor import SMI, requested
 
 # --- The requested world --------------------------------------------------------------------------
 

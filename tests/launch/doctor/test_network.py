@@ -1,4 +1,4 @@
-"""The meeting of several nodes, in threads. Faults of the network are in tests/campaigns/doctor."""
+"""The meeting of several nodes, in threads; real faults are in tests/campaigns/test_doctor.py."""
 
 import re
 import socket

@@ -165,16 +165,6 @@ def test_every_recipe_can_be_constructed(recipe, hardware, world):
     assert probe(run) == []
 
 
-def test_a_state_that_the_training_configures_before_its_arguments_is_not_missed(tmp_path, monkeypatch):
-    run = Run('--accelerator_config {"use_configured_state":true}').resolve(tmp_path, monkeypatch)
-    assert probe(run) == []
-
-
-def test_a_group_of_processes_that_shares_a_model_counts_each_of_them(tmp_path, monkeypatch):
-    shared = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 2}}
-    assert probe(Run(DS, files=ds_json(**shared), world=4).resolve(tmp_path, monkeypatch)) == []
-
-
 LEFT_OUT_RIGHTLY = [
     Run(f"{DS} --bf16", files=ds_json()),  # accelerate adds the section
     Run(f"{DS} --learning_rate 3e-3", files=adam(params={"lr": "auto"})),
@@ -184,6 +174,10 @@ LEFT_OUT_RIGHTLY = [
         files={"ds.json": {**adam()["ds.json"], **warmup(warmup_max_lr="auto", warmup_num_steps="auto")["ds.json"]}},
     ),
     gpus_in(4, dp_replicate=2, dp_shard=2),
+    # Configured by the training before its arguments.
+    Run('--accelerator_config {"use_configured_state":true}'),
+    # Processes that share a model count each.
+    Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=4),
 ]
 
 

@@ -1,1 +1,0 @@
-"""`recipes doctor` against faults that are made for real: each is named, and its fix mends it."""

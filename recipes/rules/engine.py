@@ -472,7 +472,7 @@ ROWS = (
               "Adafactor mixes in plain tensors: `aten.add_.Tensor got mixed torch.Tensor and DTensor`. Adagrad makes "
               "its state before accelerate replaces the parameters: `KeyError` in the first step."),
     error_row("offloaded_gradients_are_clipped_over_gloo", "fsdp_config",
-              lambda run: _offloads_gradients(run) and run["max_grad_norm"]
+              lambda run: _offloads_gradients(run) and (run["max_grad_norm"] or 0) > 0
               and run.hardware.cuda and "gloo" not in str(run["ddp_backend"]),
               "offloads gradients to host RAM, where NCCL cannot sum their norm for clipping",
               "set fsdp_offload_params: true in an Accelerate YAML, without --fsdp; or --max_grad_norm 0",

@@ -151,7 +151,6 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a number of steps, or a fraction of the run below 1", lambda value: value >= 0, "eval_steps"),
     ("a number above 0", lambda value: value > 0, "num_train_epochs memory_limit lora_alpha"),
     ("a number from 0 up", lambda value: value >= 0, "eval_delay learning_rate weight_decay"),
-    ("a number from 0 up; 0 turns clipping off", lambda value: value >= 0, "max_grad_norm"),
     ("a number from 0 to 1", lambda value: 0 <= value <= 1, "label_smoothing_factor"),
     ("a number from 0 to below 1", lambda value: 0 <= value < 1, "lora_dropout"),
     ("a whole number from 0 to 4294967295", lambda value: 0 <= value < 2**32, "seed"),

@@ -101,7 +101,7 @@ CASES |= {
 RANGES = [
     ("global_batch_size per_device_train_batch_size gradient_accumulation_steps", "", "0", "1"),
     ("save_total_limit dataset_num_proc", "", "0", "1"),
-    ("learning_rate weight_decay max_grad_norm seed", "", "-1", "0"),
+    ("learning_rate weight_decay seed", "", "-1", "0"),
     ("eval_steps eval_delay", EVAL, "-1", "0"),
     ("eval_accumulation_steps per_device_eval_batch_size", EVAL, "0", "1"),
     ("early_stopping_patience", f"{EVAL} {BEST}", "0", "1"),

@@ -16,10 +16,10 @@ from types import FrameType
 
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-PASSED_ON = (signal.SIGINT, signal.SIGQUIT, *SIGNALS)  # by the launcher, to the ranks
+PASSED_ON = (signal.SIGINT, *SIGNALS)  # by the launcher, to the ranks
 
 _received: set[int] = set()  # by this process, since it handles them
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Preempted(BaseException):
@@ -99,9 +99,5 @@ def is_being_ended() -> bool:
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send a signal to this process when its parent dies. Linux only."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -14,7 +14,7 @@ from typing import IO
 
 from launch.host.processes import start
 from launch.host.secrets import without_secrets
-from launch.host.signals import EXIT_CODE
+from launch.host.signals import EXIT_CODE, PASSED_ON
 from launch.jobs.job import (
     Job,
     Node,
@@ -110,18 +110,11 @@ def run_script(text: str, job: Job) -> int:
         end = path.stat().st_size  # of what earlier runs have printed
         process = start(["bash", "-c", text, "recipes"], log)
 
-    interrupts = 0
-
-    def pass_on(received: int, frame: FrameType | None) -> None:
-        """Stop the run. A second Ctrl-C kills it."""
-        nonlocal interrupts
-        interrupts += received == signal.SIGINT
-        if received == signal.SIGINT and interrupts == 1:
-            print("stopping, after the step in progress if any; Ctrl-C again kills", file=sys.stderr, flush=True)
+    def pass_on(number: int, frame: FrameType | None) -> None:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGQUIT if interrupts > 1 else signal.SIGTERM)
+            os.killpg(process.pid, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in PASSED_ON:
         signal.signal(number, pass_on)
     follow(path, lambda: process.poll() is not None, end)
     note(job.folder, replace(submission, exit_code=process.returncode))

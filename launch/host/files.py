@@ -124,20 +124,13 @@ def end_workers_that_cannot_send() -> None:
     import multiprocessing  # which no mistake has to wait for
     from multiprocessing.queues import Queue
 
-    only_print, only_print_too = Queue._on_queue_feeder_error, sys.excepthook  # type: ignore[attr-defined]
+    only_print = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
-    def end_worker(error: BaseException) -> None:
-        if multiprocessing.parent_process() is not None:
+    def end_worker(error: Exception, item: object) -> None:
+        if multiprocessing.parent_process() is None:
+            only_print(error, item)
+        else:
             print(f"a worker cannot send its batch: {one_line(error)}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def while_sent(error: Exception, item: object) -> None:
-        end_worker(error)
-        only_print(error, item)
-
-    def while_fetched(kind, error: BaseException, traceback) -> None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            end_worker(error)  # the thread that hands over a batch's file tries again at once, and forever
-        only_print_too(kind, error, traceback)
-
-    Queue._on_queue_feeder_error, sys.excepthook = staticmethod(while_sent), while_fetched  # type: ignore[attr-defined]
+    Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]

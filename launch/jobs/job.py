@@ -18,7 +18,7 @@ from typing import ClassVar
 from launch.data.columns import require_columns
 from launch.host.launcher import LAUNCHER
 from launch.host.processes import last_lines
-from launch.host.secrets import refuse_secrets, without_secrets
+from launch.host.secrets import refuse_tokens, without_secrets
 from launch.output.submission import Submission
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
@@ -122,7 +122,7 @@ def checked_job(
         raise mistake("processes_per_node", what, "one process, or --recipe standard")
     argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
     if not starts_here:
-        refuse_secrets(run, argv)
+        refuse_tokens(run)
     own = launch_yaml(run.recipe, run["deepspeed"])
     config = find_yaml(accelerate_config).resolve() if accelerate_config else own
     return Job(run, nodes, node.processes, argv, str(config), preflight=preflight)

@@ -86,9 +86,9 @@ class World:
             except Exception:
                 self.gather((None, Failure("rank 0 failed: see the error that it printed")))
                 raise
-        result, error = self.gather(own)[0]
-        if error:
-            raise error
+        result, refusal = self.gather(own)[0]
+        if refusal:
+            raise refusal
         return result
 
     def gather(self, own: T, timeout: float = math.inf) -> list[T]:

@@ -25,7 +25,7 @@ import yaml
 
 import recipes
 from launch.host.secrets import without_secrets
-from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Node, Target, flag_lines, refuse_fresh
+from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Node, Target, flag_lines
 from launch.output.submission import Submission, announce
 from recipes.errors import Problem, UserError, mistake
 from recipes.flags import flag
@@ -109,7 +109,6 @@ class Azure(Target):
         return yaml.dump(self._body(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
     def _body(self, job: Job) -> Json:
-        refuse_fresh(job, "another --output_uri")
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
             raise mistake("data", "is the job's data set, and so is --dataset_name", "give only one of them")
         if job.run.explicit("output_dir"):
@@ -252,10 +251,6 @@ class Azure(Target):
                 print(file.read_text(encoding="utf-8", errors="replace"), end="")
             print(f"{state}: {submission.log}")
 
-    @classmethod
-    def last_line(cls, submission: Submission) -> str:
-        return submission.log  # the job's address: the log itself is not here
-
 
 # An asset, or the storage that Azure ML's documentation names.
 _REMOTE = re.compile(
@@ -378,26 +373,20 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
 
 def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
     """What hangs or loses a run although Azure's SDK sends it."""
-    distribution = {"process_count_per_instance": 1, **_section(content, "distribution")}
+    distribution = {"process_count_per_instance": 1, **(content.get("distribution") or {})}
     if training.config and distribution != {"type": "pytorch", "process_count_per_instance": 1}:
         what = "accelerate launch starts the processes of a node, and finds the other nodes where pytorch's are"
         yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
-    if not name or _section(_section(content, "outputs"), name).get("mode", "rw_mount") != "rw_mount":
+    if not name or (content["outputs"][name] or {}).get("mode", "rw_mount") != "rw_mount":
         what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
         fix = "--output_dir ${{outputs.run}}, and there mode: rw_mount"
         yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
 
 
-def _section(content: Json, name: str) -> Json:
-    """A mapping in the YAML; empty if missing or of another type, which Azure's parser reports."""
-    section = content.get(name)
-    return section if isinstance(section, dict) else {}
-
-
 def training_in(content: Json) -> Training | None:
     """The training in a job's command, inputs filled in; None if it does not start train.py."""
-    inputs, outputs = _section(content, "inputs"), _section(content, "outputs")
+    inputs, outputs = content.get("inputs") or {}, content.get("outputs") or {}
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():
         values[f"inputs.{name}"] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
@@ -408,11 +397,8 @@ def training_in(content: Json) -> Training | None:
         script = [word.endswith("launch/train.py") for word in words].index(True)
         before = " ".join(words[:script]).replace("=", " ").split()
         config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
-        elastic = not (config or "").endswith("single.yaml")  # as `Job.command` writes them
-        flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]
-        counts = (_section(content, "resources").get("instance_count"), inputs.get("processes_per_node"))
-        nodes, processes = (int(str(count)) if str(count).isdecimal() else 1 for count in counts)
-        return Training(flags, config, nodes or 1, processes or 1)
+        nodes = int((content.get("resources") or {}).get("instance_count", 1))
+        return Training(words[script + 1 :], config, nodes, int(inputs.get("processes_per_node", 1)))
     return None
 
 
@@ -461,13 +447,8 @@ def connected(workspace: Mapping[str, str]) -> MLClient:
         from azure.ai.ml import MLClient
         from azure.identity import DefaultAzureCredential
 
-        if not workspace:
-            return MLClient.from_config(DefaultAzureCredential())
-        missing = [name for name in _WORKSPACE if name not in workspace]
-        if missing:  # of which the SDK only says that a parameter is None
-            fix = f"--{missing[0]}, or a config.json"
-            raise mistake(missing[0], "is missing, though other parts of the workspace are given", fix)
-        return MLClient(DefaultAzureCredential(), *(workspace[name] for name in _WORKSPACE))
+        login = DefaultAzureCredential()
+        return MLClient(login, *map(workspace.get, _WORKSPACE)) if workspace else MLClient.from_config(login)
 
 
 @contextlib.contextmanager

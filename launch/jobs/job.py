@@ -128,12 +128,6 @@ def checked_job(
     return Job(run, nodes, node.processes, argv, str(config), preflight=preflight)
 
 
-def refuse_fresh(job: Job, fix: str) -> None:
-    """Raises `UserError` for --fresh in a job that its target may start again."""
-    if job.run["fresh"]:
-        raise mistake("fresh", "would move the run aside again at every restart of the job", fix)
-
-
 # --- Commands, as bash takes them -----------------------------------------------------------------
 
 
@@ -242,41 +236,30 @@ class Target:
         if not following and not log.exists():
             state = cls.state(submission) or "the run has ended"
             raise mistake("logs", f"there is no {log}: {state}", f"recipes logs -f {shlex.quote(str(folder))}")
-        follow(log, lambda: not following or cls.is_over(cls.state(submission)), ask_every=cls.ASK_EVERY)
-
-    @classmethod
-    def last_line(cls, submission: Submission) -> str:
-        """The last line of the job's log, or the log's address."""
-        return last_line(Path(submission.log))
+        follow(log, lambda: not following or cls.is_over(cls.state(submission)), seconds=cls.ASK_EVERY)
 
 
-def follow(log: Path, ended: Callable[[], bool], start: int = 0, ask_every: float = 0.2) -> None:
-    """Copy the log to stdout from byte `start`, and what is added, until `ended()`.
-
-    The log may not exist yet. It is read more often than `ended`, every `ask_every` seconds.
+def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float = 0.2) -> None:
+    """Copy the log, which may not exist yet, to stdout from byte `start` until `ended()`, which is
+    asked every so many seconds.
     """
-    asked, done = float("-inf"), False
-    while True:
-        now = time.monotonic()
-        if now - asked >= ask_every:
-            asked, done = now, ended()  # before reading, so that the last lines are read too
-        added = b""
+    done = False
+    while not done:
+        done = ended()  # before reading, so that the last lines are read too
         with contextlib.suppress(FileNotFoundError), log.open("rb") as stream:
             stream.seek(start)
-            added = stream.read()
-        start += len(added)
-        sys.stdout.flush()
-        sys.stdout.buffer.write(added)
-        sys.stdout.buffer.flush()
-        if done:
-            return
-        time.sleep(min(0.2, ask_every))
+            sys.stdout.flush()
+            start += sys.stdout.buffer.write(stream.read())
+            sys.stdout.buffer.flush()
+        time.sleep(0 if done else seconds)
 
 
-def last_line(log: Path) -> str:
-    """The last line about a step, else the last line with text; or an empty string."""
+def last_line(log: str) -> str:
+    """The last line about a step, else the last line with text; the address of a log elsewhere."""
+    if "://" in log:
+        return log
     try:
-        lines = [line.strip() for line in last_lines(log, 1000) if line.strip()]
+        lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]
     except OSError:
         return ""
     about_steps = [line for line in lines if re.search(r"\bstep \d+", line)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import join
 from types import FrameType
-from typing import IO
 
 from launch.host.processes import start
 from launch.host.secrets import without_secrets
@@ -30,7 +30,7 @@ from launch.output import record
 from launch.output.submission import LOCAL_LOG, Submission, note
 from launch.terminal import plural
 from launch.training.failure import next_flags
-from recipes.errors import UserError, mistake
+from recipes.errors import mistake
 from recipes.run import Json, with_flags
 from recipes.run.hardware import read as read_hardware
 
@@ -98,13 +98,20 @@ def run_script(text: str, job: Job) -> int:
     """Run a job's script. Its output is kept in the output folder and shown here.
 
     The output goes through a file and not a pipe: a run can outlive this process, and
-    `recipes logs` reads the file. Signals sent to this process reach the script's process group.
-    Returns the script's exit code.
-    Raises `UserError` if another run writes to the folder.
+    `recipes logs` reads the file. This process and those that it starts hold the file's lock.
+    Signals sent to this process reach the script's process group. Returns the script's exit code.
     """
     record.forget_out_of_memory(job.folder)  # of an earlier run
     path = job.folder / LOCAL_LOG
-    with _locked_log(path) as log:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("ab")
+    except OSError as error:
+        what = f"{path.parent} cannot be written: {error.strerror}"
+        raise mistake("output_dir", what, "choose a writable folder with --output_dir") from None
+    with log:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         submission = Submission("local", job.title, str(path.resolve()))
         note(job.folder, submission)
         end = path.stat().st_size  # of what earlier runs have printed
@@ -128,36 +135,9 @@ def is_written(path: Path) -> bool:
     except OSError:  # there is none
         return False
     try:
-        return not _lock(handle, fcntl.LOCK_SH)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # some file systems have no locks
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(handle)
-
-
-def _lock(handle: int, kind: int) -> bool:
-    """False if another process holds the lock. Some file systems have none."""
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _locked_log(path: Path) -> IO[bytes]:
-    """The log, opened to append. This process and those it starts hold its lock."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("ab")
-    except OSError as error:
-        what = f"{path.parent} cannot be written: {error.strerror}"
-        raise mistake("output_dir", what, "choose a writable folder with --output_dir") from None
-    if not _lock(log.fileno(), fcntl.LOCK_EX):
-        log.close()
-        raise in_use(path.parent)
-    return log
-
-
-def in_use(folder: Path) -> UserError:
-    fix = f"another --output_dir, or wait: recipes logs -f {quote(str(folder))}"
-    return mistake("output_dir", f"another run is writing to {folder}", fix)
+    return False

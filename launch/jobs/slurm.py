@@ -22,7 +22,6 @@ from launch.jobs.job import (
     launch_words,
     preflight_command,
     quoted,
-    refuse_fresh,
 )
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
@@ -116,7 +115,7 @@ class Slurm(Target):
     """
 
     HELP = "a Slurm cluster, through sbatch"
-    ASK_EVERY = 10  # its controller serves many users
+    ASK_EVERY = 5  # its controller serves many users
 
     partition: str | None = flag(None, _SBATCH)
     account: str | None = flag(None, _SBATCH)
@@ -156,25 +155,18 @@ class Slurm(Target):
             raise mistake("gpus_per_node", what, "--gpus_per_node 4, or a100:4")
         gpus = int(found[1])
         processes = processes or max(1, gpus)
-        missing = []
+        words = None
         if not gpus:
-            missing = [
-                ("gpus_per_node", "is not given: the job has no GPU, and trains on CPU cores", "--gpus_per_node 4")
-            ]
+            words = "gpus_per_node", "is not given: the job has no GPU, and trains on CPU cores", "--gpus_per_node 4"
         elif not self.cpus_per_task:
             what = "is not given: the site decides how many cores load data, often one"
-            missing = [("cpus_per_task", what, f"--cpus_per_task {8 * processes}")]
-        print_problems([Problem(*words, severity="advice") for words in missing], console(stderr=True))
+            words = "cpus_per_task", what, f"--cpus_per_task {8 * processes}"
+        print_problems([Problem(*words, severity="advice")] if words else [], console(stderr=True))
         hardware = Hardware((ASSUMED_GPU,) * gpus, self.cpus_per_task or processes, liger=read_hardware().liger)
         return Node(hardware, processes, None if self.python == sys.executable else frozenset())
 
     def render(self, job: Job) -> str:
         """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""
-        refuse_fresh(job, "another --output_dir")
-        if re.search(r"[/%]", self.job_name or ""):  # Slurm would find no place for the log, and say nothing
-            raise mistake(
-                "job_name", f"{self.job_name} names the log too, without / and %", "letters, digits and .,:@+=-"
-            )
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
         directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}
@@ -209,12 +201,13 @@ class Slurm(Target):
         """The command of each node. The launcher is ours: accelerate's own dies of SIGUSR1, with a
         single process also of SIGTERM, and then Slurm kills the rank, which has not saved yet.
         """
-        launcher = quoted(launch_words(job, self.python))
+        launcher, meeting = quoted(launch_words(job, self.python)), []
         if job.nodes > 1:
-            launcher += [*_meeting('"$MASTER_PORT"'), "--rdzv_backend", "static", "--same_network"]
+            where = '--machine_rank "$SLURM_NODEID" --main_process_ip "$MASTER_ADDR" --main_process_port'
+            launcher += [f'{where} "$MASTER_PORT" --rdzv_backend static --same_network']
             if job.launched == "deepspeed":  # the default, pdsh, logs in to the other nodes
-                launcher += ["--deepspeed_multinode_launcher", "standard"]
-        meeting = _meeting('"$((MASTER_PORT - 10000))"') if job.nodes > 1 else []
+                launcher += ["--deepspeed_multinode_launcher standard"]
+            meeting = [f'{where} "$((MASTER_PORT - 10000))"']
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
@@ -253,11 +246,6 @@ class Slurm(Target):
     def is_over(cls, state: str) -> bool:
         waiting_or_running = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
         return state.partition(" ")[0] not in waiting_or_running
-
-
-def _meeting(port: str) -> list[str]:
-    """The flags by which the nodes meet, for bash."""
-    return ["--machine_rank", '"$SLURM_NODEID"', "--main_process_ip", '"$MASTER_ADDR"', "--main_process_port", port]
 
 
 def _ask(words: list[str], text: str = "", environment: dict[str, str] | None = None, forgotten: str = "") -> str:

@@ -92,11 +92,6 @@ def test_the_environment_and_the_extra_pin_what_is_tested():
     assert INSTALL.split()[2:] == [line.partition(">=")[0] for line in extra]
 
 
-def test_a_workspace_is_named_whole(capsys):
-    assert main([*SUBMIT[:-1], "--workspace_name", "lab"]) == 2
-    assert "--subscription_id" in capsys.readouterr().err
-
-
 def test_without_the_sdk_the_message_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(azure_job, "sdk_is_installed", lambda: False)
     assert main([*SUBMIT[:-1], "--", "--seed", "1"]) == 2

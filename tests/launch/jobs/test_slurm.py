@@ -122,7 +122,7 @@ def test_a_cancelled_run_is_found_again_has_saved_and_stays_cancelled(cluster, s
     job, submitted = submit(cluster, tmp_path, "--nodes", "2", "--", *slow_flags)
     second, refused = submit(cluster, tmp_path, "--", *slow_flags)
     assert (second, refused.code) == ("", 2)
-    assert f"job {job} is still running and writes to run" in refused.output
+    assert f"job {job} is writing to run" in refused.output
     cluster.wait_for_step(tmp_path, 3)
     running = recipes(cluster, tmp_path, "status", "run").output
     assert "recipes logs -f run" in submitted.output

@@ -112,4 +112,4 @@ def test_a_submission_that_failed_at_its_start_is_not_the_run_before_it(tmp_path
 )
 def test_the_last_line_of_a_log_is_about_a_step(text, last, tmp_path):
     (tmp_path / "log").write_text(text)
-    assert last_line(tmp_path / "log") == last
+    assert last_line(str(tmp_path / "log")) == last

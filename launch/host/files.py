@@ -83,14 +83,15 @@ def print_without_reader() -> None:
 
 # --- The machine takes no more --------------------------------------------------------------------
 
+# The system's words, also inside a library's own, and the start of the remedy.
 _REMEDIES = {
-    errno.ENOSPC: "Make room",  # of inodes too: `df -i`
-    errno.EDQUOT: "Make room",
-    errno.EROFS: "Make it writable",
-    errno.EMFILE: "Run `ulimit -n 4096`",
-    errno.ENFILE: "Run `ulimit -n 4096`",
+    "No space left on device|Disk quota exceeded": "Make room",  # of inodes too: `df -i`
+    "Read-only file system": "Make it writable",
+    "Too many open files": "Run `ulimit -n 4096`",
+    "Bus error|exited unexpectedly|allocate shared memory|shared memory segment": (
+        "Make /dev/shm larger, or take --dataloader_num_workers 0"
+    ),
 }
-_NOTHING_SHARED = re.compile(r"Bus error|exited unexpectedly|allocate shared memory|shared memory segment")
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[str, str] | None:
@@ -101,18 +102,20 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[s
     """
     cause: BaseException | None = error
     while cause is not None:  # the system's own error is often the cause of a library's
-        if _NOTHING_SHARED.search(str(cause)):
-            return one_line(cause).rstrip("."), "Make /dev/shm larger, or take --dataloader_num_workers 0"
-        if remedy := _REMEDIES.get(getattr(cause, "errno", None) or 0):
-            return one_line(cause), remedy
+        if remedy := _remedy(cause):
+            return one_line(cause).rstrip("."), remedy
         cause = cause.__cause__ or cause.__context__
     if folder and folder.exists():
         try:
             require_writable(folder, size=2**20)  # a full disk may still take a byte
         except OSError as refusal:
             what = f"{folder} cannot be written any more: {refusal.strerror}"
-            return what, _REMEDIES.get(refusal.errno or 0, "Make it writable")
+            return what, _remedy(refusal) or "Make it writable"
     return None
+
+
+def _remedy(error: BaseException) -> str | None:
+    return next((remedy for words, remedy in _REMEDIES.items() if re.search(words, str(error))), None)
 
 
 @functools.cache  # once in a process

@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ import psutil
 
 from launch.host.files import print_without_reader
 from launch.host.processes import how_it_ended
-from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, end_with_parent, is_being_ended
+from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, end_with_parent
 from recipes.errors import one_line
 
 if TYPE_CHECKING:
@@ -132,7 +131,6 @@ def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
 # --- What a rank knows of its launcher ------------------------------------------------------------
 
 _parent = os.getpid(), os.getppid()  # this process, and what started it
-_PATIENCE_SECONDS = 10
 
 
 def launcher_argv() -> list[str]:
@@ -169,18 +167,6 @@ def own_threads() -> int | None:
     """
     number = (first_environment() if launcher_argv() else os.environ).get(THREADS, "")
     return int(number) if number.isdigit() and number != "0" else None
-
-
-def is_spoken_for(met_by_all: bool = False) -> bool:
-    """True if this failed rank need not say why: torch elastic ends it because another rank has
-    failed first, and said so. Without torch elastic, only an error that is `met_by_all` counts.
-    """
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return met_by_all
-    until = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < until and not is_being_ended():
-        time.sleep(0.1)
-    return is_being_ended()
 
 
 def end_with_launcher() -> None:

@@ -247,9 +247,8 @@ def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
     """The run of a launched process, on the engine that will execute it, and with its fit.json."""
-    return with_fit(
-        resolve(argv, here(world.size, local_world_size=world.local_size, launched=True), settings=settings)
-    )
+    place = here(world.size, local_world_size=world.local_size, launched=True)
+    return with_fit(resolve(argv, place, settings=settings))
 
 
 def prepare_process(run: RunSpec) -> None:
@@ -269,8 +268,7 @@ def prepare_environment(run: RunSpec) -> None:
         if not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & set(os.environ) and not run["deepspeed"]:
             os.environ.update(launch_environment(run.engine))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**alone, "MASTER_PORT": str(free_port())}.items():
-            os.environ.setdefault(name, value)
+        os.environ.update({**alone, "MASTER_PORT": str(free_port()), **os.environ})
     if run["measure"]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a banner
     if run["expandable_segments"]:  # torch reads one of them at the first use of a GPU; its last word wins
@@ -353,10 +351,9 @@ def leave_group() -> None:
     """
     import torch
 
-    if not torch.distributed.is_initialized():
-        return
-    time.sleep(_DROPPED_SECONDS)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        time.sleep(_DROPPED_SECONDS)
+        torch.distributed.destroy_process_group()
 
 
 # --- torch's compiler of C++, which DeepSpeed's operators need once -------------------------------

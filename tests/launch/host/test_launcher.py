@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.host import launcher
+from launch.host import launcher, signals
 from launch.host.launcher import LAUNCHER
 from tests.support.running import ROOT
 from tests.support.waiting import PATIENCE, wait_for
@@ -121,10 +121,10 @@ def test_the_first_rank_that_failed():
 
 def test_who_speaks_for_a_rank(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert launcher.is_spoken_for(met_by_all=True) and not launcher.is_spoken_for(), "nobody ends this rank"
+    assert signals.is_spoken_for(met_by_all=True) and not signals.is_spoken_for(), "nobody ends this rank"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/nowhere")
-    monkeypatch.setattr(launcher, "_PATIENCE_SECONDS", 0)
-    assert not launcher.is_spoken_for(met_by_all=True), "the first rank has not met the error"
+    monkeypatch.setattr(signals, "_PATIENCE_SECONDS", 0)
+    assert not signals.is_spoken_for(met_by_all=True), "the first rank has not met the error"
 
 
 # --- What a rank knows of its launcher ------------------------------------------------------------

@@ -151,7 +151,7 @@ def from_site(site: Mapping[str, Any]) -> str:
     words: list[str] = []
     for name, value in site.items():
         words += [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}", str(value)]
-    return f"# From {site_file()}: {' '.join(join(words).splitlines())}\n" if site else ""
+    return f"# From {site_file()}: {join(words)}\n" if site else ""
 
 
 # --- How runs are doing ---------------------------------------------------------------------------

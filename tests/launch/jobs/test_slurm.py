@@ -5,7 +5,6 @@ Neither apptainer nor pyxis is installed here: stand-ins check their options and
 
 import json
 import os
-import re
 import shutil
 import signal
 
@@ -145,24 +144,7 @@ def test_a_killed_rank_ends_the_job_on_every_node(cluster, slow_flags, tmp_path)
     cluster.wait_until("the end of the other rank", lambda: not ranks_in(tmp_path))
 
 
-# --- What Slurm is told, and what it says ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "what"),
-    [
-        ("--partition nowhere", "invalid partition specified: nowhere"),
-        ("--time 8h", "Invalid --time specification"),
-    ],
-)
-def test_what_slurm_refuses_is_its_own_sentence_in_one_line(flags, what, cluster, tmp_path):
-    job, outcome = submit(cluster, tmp_path, *flags.split())
+def test_what_slurm_refuses_is_its_own_sentence_in_one_line(cluster, tmp_path):
+    job, outcome = submit(cluster, tmp_path, "--partition", "nowhere")
     assert (job, outcome.code) == ("", 2)
-    assert "Slurm says: " in outcome.output and what in outcome.output
-
-
-def test_a_silent_controller_is_one_line(cluster, tmp_path):
-    conf = (cluster.folder / "slurm.conf").read_text()
-    (tmp_path / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", conf) + "MessageTimeout=2\n")
-    _, outcome = submit(cluster, tmp_path, SLURM_CONF=str(tmp_path / "slurm.conf"))
-    assert outcome.code == 2 and "scontrol ping" in outcome.output.splitlines()[-1]
+    assert "Slurm says: " in outcome.output and "invalid partition specified: nowhere" in outcome.output

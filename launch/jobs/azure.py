@@ -17,7 +17,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ import yaml
 
 import recipes
 from launch.host.secrets import without_secrets
-from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Node, Target, flag_lines
+from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Node, Target, flag_lines, one_of
 from launch.output.submission import Submission, announce
 from recipes.errors import Problem, UserError, mistake
 from recipes.flags import flag
@@ -65,10 +65,6 @@ python3 launch doctor
 && """
 
 
-def _one_of(choices: str, help: str) -> Any:
-    return field(default=None, metadata={"choices": tuple(choices.split()), "help": help})
-
-
 @dataclass(frozen=True)
 class Azure(Target):
     """The flags of this target: where the job runs, what it reads and writes, and the workspace.
@@ -84,14 +80,14 @@ class Azure(Target):
     spot: bool = flag(False, "spot (preemptible) serverless compute")
     timeout: int | None = flag(None, "Azure ML cancels the job after so many seconds")
     data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name, several mix")
-    data_type: str | None = _one_of("uri_file uri_folder", "of --data [by the uri's suffix; an asset is a folder]")
+    data_type: str | None = one_of("uri_file uri_folder", "of --data [by the uri's suffix; an asset is a folder]")
     output_uri: str | None = flag(
         None,
         "datastore path for checkpoints; a start with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
         "workspaceblobstore: LOGIN is yours on this machine, HASH that of the flags of train.py and --data]",
     )
     environment: str | None = flag(None, "an environment's name, instead of azureml/environment")
-    identity: str | None = _one_of("managed user_identity", "the compute's or your own, to read data")
+    identity: str | None = one_of("managed user_identity", "the compute's or your own, to read data")
     experiment_name: str = flag("accelerate-recipes", "[accelerate-recipes]")
     job_name: str | None = flag(None, "[the recipe]")
     shm_size: str = flag("16g", "size of /dev/shm [16g]")
@@ -116,9 +112,7 @@ class Azure(Target):
         if not self.compute and not self.instance_type:
             raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
         if self.spot and self.compute:  # which has a tier of its own: Azure would ignore this one, and charge for that
-            raise mistake(
-                "spot", "is of serverless compute", "--instance_type in place of --compute, or leave --spot out"
-            )
+            raise mistake("spot", "is of serverless compute", "--instance_type in place of --compute, or no --spot")
         inputs = self._inputs()
         content = {
             "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
@@ -217,8 +211,8 @@ class Azure(Target):
             with silence(), _asking():
                 created = client.jobs.create_or_update(sdk_job)
         name, address = str(created.name), str(created.studio_url or "")
-        workspace = (client.subscription_id, client.resource_group_name, client.workspace_name)
-        names = dict(zip(_WORKSPACE, map(str, workspace), strict=True))
+        workspace = client.subscription_id, client.resource_group_name, client.workspace_name
+        names = {name: str(value) for name, value in zip(_WORKSPACE, workspace, strict=True)}
         submission = Submission("azureml", job.title, address, name, workspace=names)
         output = f"{self.output_of(job)}: submit the same job again to resume from there"
         cancel = f"az ml job cancel --name {name}"

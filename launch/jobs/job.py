@@ -11,9 +11,9 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from launch.data.columns import require_columns
 from launch.host.launcher import LAUNCHER
@@ -179,6 +179,11 @@ def arguments(job: Job) -> list[str]:
 
 
 # --- Targets --------------------------------------------------------------------------------------
+
+
+def one_of(choices: str, help: str, default: str | None = None) -> Any:
+    """A flag of a target that takes one of these words."""
+    return field(default=default, metadata={"choices": tuple(choices.split()), "help": help})
 
 
 @dataclass(frozen=True)

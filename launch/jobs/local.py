@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
 from types import FrameType
@@ -23,12 +23,12 @@ from launch.jobs.job import (
     checked_job,
     follow,
     launch_words,
+    one_of,
     preflight_command,
     quoted,
 )
 from launch.output import record
 from launch.output.submission import LOCAL_LOG, Submission, note
-from launch.terminal import plural
 from launch.training.failure import next_flags
 from recipes.errors import mistake
 from recipes.run import Json, with_flags
@@ -41,12 +41,8 @@ class Local(Target):
 
     HELP = "this machine"
 
-    on_oom: str = field(
-        default="stop",
-        metadata={
-            "choices": ("next", "stop"),
-            "help": "out of memory: go on with the next smaller micro-batch, or only say which that is [stop]",
-        },
+    on_oom: str = one_of(
+        "next stop", "out of memory: go on with the next smaller micro-batch, or only say which that is [stop]", "stop"
     )
 
     def node(self, processes: int | None = None) -> Node:
@@ -63,26 +59,20 @@ class Local(Target):
         return "\n".join([*lines, "", *arguments(job), "", " ".join(start)]) + "\n"
 
     def send(self, text: str, job: Job) -> int:
-        """Run the job to its end. Returns its exit code."""
-        if not job.run.hardware.cuda:
-            print(f"no GPU here: {plural(job.processes, 'process')} on {job.run.hardware}", flush=True)
-        code = run_script(text, job)
-        return self._go_on_with_less(job, code) if self.on_oom == "next" else code
-
-    def _go_on_with_less(self, job: Job, code: int) -> int:
-        """Run again with less memory at the same global batch, until that is enough or
-        impossible.
+        """Run the job to its end, with `--on_oom next` again in less memory at the same global
+        batch, until that is enough or impossible. Returns the exit code.
         """
-        tried: list[Json] = []
-        while code not in (0, EXIT_CODE) and (attempt := next_flags(job.folder)) and attempt not in tried:
+        code, tried = run_script(text, job), list[Json]()
+        while self.on_oom == "next" and code not in (0, EXIT_CODE):
+            attempt = next_flags(job.folder)
+            if attempt is None or attempt in tried:
+                break
             tried.append(attempt)
             _, recipe, *argv = job.argv
             again = Node(job.run.hardware, job.processes_per_node)
             job = checked_job(recipe, with_flags(argv, attempt), again, 1, job.preflight, job.config)
             print(f"\nout of memory: again, with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
             code = run_script(without_secrets(self.render(job)), job)
-        if tried and code not in (0, EXIT_CODE):
-            print("\nno smaller micro-batch of the same global batch is left to try", file=sys.stderr)
         return code
 
     @classmethod
@@ -112,8 +102,7 @@ def run_script(text: str, job: Job) -> int:
     with log:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        submission = Submission("local", job.title, str(path.resolve()))
-        note(job.folder, submission)
+        note(job.folder, Submission("local", job.title, str(path.resolve())))
         end = path.stat().st_size  # of what earlier runs have printed
         process = start(["bash", "-c", text, "recipes"], log)
 
@@ -124,7 +113,6 @@ def run_script(text: str, job: Job) -> int:
     for number in PASSED_ON:
         signal.signal(number, pass_on)
     follow(path, lambda: process.poll() is not None, end)
-    note(job.folder, replace(submission, exit_code=process.returncode))
     return process.returncode
 
 

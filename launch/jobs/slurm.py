@@ -226,9 +226,7 @@ class Slurm(Target):
 
     def send(self, text: str, job: Job) -> int:
         """Hand the script to sbatch. Raises `UserError` with Slurm's own message if it refuses."""
-        # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
-        job_id = _ask(["sbatch", "--parsable"], text, environment).strip().partition(";")[0]
+        job_id = _ask(["sbatch", "--parsable"], text).strip().partition(";")[0]
         log = Path.cwd() / f"{self.job_name or job.run.recipe.name}-{job_id}.log"  # as `--output=%x-%j.log` says
         submission = Submission("slurm", job.title, str(log), job_id)
         announce(job.folder, submission, {"log": str(log)}, cancel=f"scancel {job_id}")
@@ -248,7 +246,7 @@ class Slurm(Target):
         return state.partition(" ")[0] not in waiting_or_running
 
 
-def _ask(words: list[str], text: str = "", environment: dict[str, str] | None = None, forgotten: str = "") -> str:
+def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
     """The output of a command of Slurm's; empty if it fails and says `forgotten`.
 
     Raises `UserError` with Slurm's own message.
@@ -256,6 +254,8 @@ def _ask(words: list[str], text: str = "", environment: dict[str, str] | None = 
     if shutil.which(words[0]) is None:
         fix = "a login node of the cluster, or --dry_run and sbatch by hand"
         raise mistake("slurm", f"there is no {words[0]} on this machine", fix)
+    # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
     if done.returncode != 0 and not (forgotten and forgotten in done.stderr):
         message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", done.stderr).split())
@@ -280,8 +280,6 @@ def mounted(job: Job) -> list[str]:
     for text in texts:
         if text.startswith(("/", "~/", "..")):
             path = os.path.normpath(Path.cwd() / expanded(text))
-            is_folder = os.path.isdir(path) or text == job.run["output_dir"]  # noqa: PTH112
-            folder = path if is_folder else os.path.dirname(path)  # noqa: PTH120
-            if is_folder or os.path.isdir(folder):  # noqa: PTH112, Path.is_dir raises for a long text
-                found.append(folder)
+            existing = [*filter(os.path.isdir, (path, os.path.dirname(path)))]  # noqa: PTH120
+            found += [path] if text == job.run["output_dir"] else existing[:1]
     return [folder for folder in dict.fromkeys(found) if folder != "/"]

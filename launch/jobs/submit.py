@@ -49,9 +49,7 @@ def submit(
     a dry run is not, which takes no seconds.
     """
     if output and not dry_run:
-        raise mistake(
-            "output", "is for a dry run; this job would be submitted, not written", "--dry_run, or no --output"
-        )
+        raise mistake("output", "is for a dry run; this job would be submitted", "--dry_run, or no --output")
     job = checked_job(recipe, argv, target.node(processes_per_node), nodes, preflight, accelerate_config)
     if job.run["fresh"] and not isinstance(target, Local):
         what = "would move the run aside again at every restart of the job"
@@ -220,6 +218,5 @@ def _outcome(folder: Path, submission: Submission | None) -> str:
     Empty if run.json is missing, or older than this submission.
     """
     content = record.read(folder)
-    if submission and str(content.get("ended", content.get("started", ""))) < submission.submitted:
-        return "failed before it trained" if submission.exit_code else ""
-    return str(content.get("status", ""))
+    is_older = submission and str(content.get("ended", content.get("started", ""))) < submission.submitted
+    return "" if is_older else str(content.get("status", ""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import io
 import os
@@ -34,16 +33,13 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on the disk when this returns.
-
-    Some file systems of a network or a cloud cannot flush a folder: there is nothing to wait for.
-    """
+    """Have a file's bytes, or a folder's names, on the disk when this returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-            raise
+    except OSError:
+        if path.is_file():
+            raise  # some file systems of a network or a cloud cannot flush a folder
     finally:
         os.close(handle)
 

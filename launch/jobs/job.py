@@ -65,10 +65,6 @@ class Job:
     preflight: bool = False
 
     @property
-    def processes(self) -> int:
-        return self.nodes * self.processes_per_node
-
-    @property
     def launched(self) -> str:
         """The engine that `accelerate launch` starts: train.py may start another under it."""
         return from_yaml(self.config).kind
@@ -137,7 +133,7 @@ def launch_words(job: Job, python: str = sys.executable) -> list[str]:
     It is started by its path, which works without an activated environment.
     """
     words = [python, str(LAUNCHER), "--config_file", job.config]
-    words += ["--num_machines", str(job.nodes), "--num_processes", str(job.processes)]
+    words += ["--num_machines", str(job.nodes), "--num_processes", str(job.run.world_size)]
     if job.nodes == 1 and job.launched != "single":
         words += ["--main_process_port", "0"]  # any free port: two runs may share a machine
     return words
@@ -153,7 +149,7 @@ def preflight_command(job: Job, python: str, meeting: Sequence[str] = ()) -> lis
         return []
     # `python launch` runs the folder, as a script: this package need not be installed on the nodes.
     argv = [*quoted([python, str(SCRIPT.parent)]), "doctor"]
-    return [*argv, "--nodes", str(job.nodes), "--num_processes", str(job.processes), *meeting, "&&"]
+    return [*argv, "--nodes", str(job.nodes), "--num_processes", str(job.run.world_size), *meeting, "&&"]
 
 
 def quoted(words: Sequence[str]) -> list[str]:

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from launch.host import launcher, signals
+from launch.host import signals
 from launch.host.launcher import LAUNCHER
 from tests.support.running import ROOT
 from tests.support.waiting import PATIENCE, wait_for
@@ -101,22 +100,6 @@ def test_a_signal_before_the_ranks_are_started_ends_at_once(number, code, line):
     words += f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}]); os.kill(os.getpid(), {int(number)}); "
     done = started(sys.executable, "-c", f"{words} listen(); time.sleep(600)")
     assert (done.returncode, done.stdout) == (code, line)
-
-
-# --- What torch elastic reports -------------------------------------------------------------------
-
-
-def test_the_first_rank_that_failed():
-    def failed(exitcode: int, at: int = 100) -> SimpleNamespace:
-        return SimpleNamespace(exitcode=exitcode, timestamp=at)
-
-    for failures, expected in (
-        ({0: failed(2), 1: failed(-15, at=99)}, (0, 2)),  # torch ended rank 1
-        ({0: failed(1), 1: failed(-9, at=101)}, (1, -9)),  # rank 0 lost its connection
-        ({0: failed(1), 1: failed(2, at=101)}, (1, 2)),
-        ({0: failed(-15), 1: failed(-15, at=99)}, (1, -15)),
-    ):
-        assert launcher._first_to_fail(SimpleNamespace(failures=failures)) == expected
 
 
 def test_who_speaks_for_a_rank(monkeypatch):

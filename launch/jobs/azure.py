@@ -25,7 +25,7 @@ import yaml
 
 import recipes
 from launch.host.secrets import without_secrets
-from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Node, Target, flag_lines, one_of
+from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Target, flag_lines, one_of
 from launch.output.submission import Submission, announce
 from recipes.errors import Problem, UserError, mistake
 from recipes.flags import flag
@@ -37,6 +37,7 @@ from recipes.run import Json, RunSpec, here, resolve, with_flags
 from recipes.run.engine import launch_yaml
 from recipes.run.files import existing_path, read_yaml, shipped
 from recipes.run.hardware import Hardware
+from recipes.run.place import Place
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -95,10 +96,11 @@ class Azure(Target):
     resource_group: str | None = flag(None, "")
     workspace_name: str | None = flag(None, "")
 
-    def node(self, processes: int | None) -> Node:
-        """A node that cannot be looked at from here: one GPU per process is assumed."""
+    def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
+        """Nodes that cannot be looked at from here: one GPU per process is assumed."""
         processes = processes or 1
-        return Node(Hardware((ASSUMED_GPU,) * processes, cores=8 * processes), processes, _PACKAGES, self.data)
+        hardware = Hardware((ASSUMED_GPU,) * processes, cores=8 * processes)
+        return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)
 
     def render(self, job: Job) -> str:
         """The job as YAML, whose relative paths are those of the code that `stage` writes."""
@@ -357,11 +359,8 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
     if not (code / "launch" / SCRIPT.name).is_file():
         fix = "the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"
         raise mistake("code", f"there is no launch/train.py in {code}", fix)
-    node = Azure().node(training.processes_per_node)
     with contextlib.chdir(code):  # where the job's command runs
-        world = training.nodes * node.processes
-        place = here(world, training.config, node.processes, hardware=node.hardware, packages=node.packages)
-        run = resolve(training.flags, place)
+        run = resolve(training.flags, Azure().place(training.processes_per_node, training.nodes, training.config))
         return run, check(run)
 
 

@@ -23,30 +23,17 @@ from launch.output.submission import Submission
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, here, resolve, with_fit, with_flags
+from recipes.run import RunSpec, resolve, with_fit, with_flags
 from recipes.run.engine import launch_yaml
 from recipes.run.engine_sources import from_yaml
 from recipes.run.files import find_yaml
-from recipes.run.hardware import Gpu, Hardware
+from recipes.run.hardware import Gpu
+from recipes.run.place import Place
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
 
 # A node that cannot be looked at from here. train.py checks again on the node itself.
 ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
-
-
-@dataclass(frozen=True)
-class Node:
-    """What is known of a node before the job runs there; `processes` is how many it will run.
-
-    `packages` are installed there besides our own requirements; None if it uses this installation.
-    `data` is what the target mounts there (`--data`), which becomes --dataset_name.
-    """
-
-    hardware: Hardware
-    processes: int
-    packages: frozenset[str] | None = None
-    data: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,39 +76,38 @@ class Job:
 def checked_job(
     recipe: str | None,
     argv: Sequence[str],
-    node: Node,
-    nodes: int = 1,
-    preflight: bool = False,
+    place: Place,
     accelerate_config: str | None = None,
+    data: Sequence[str] = (),
+    preflight: bool = False,
     starts_here: bool = False,
 ) -> Job:
-    """The job of train.py with the command line `argv` on `nodes` such nodes, if the run is legal.
+    """The job of train.py with the command line `argv` in this place, if the run is legal.
 
     `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is
-    the file or name of an Accelerate YAML that replaces the recipe's own. With `starts_here`
-    train.py follows at once in this terminal: it prints the advice, and no text is stored.
+    the file or name of an Accelerate YAML that replaces the recipe's own, `data` what the target
+    mounts (`--data`). With `starts_here` train.py follows at once in this terminal: it prints the
+    advice, and no text is stored.
 
     Raises `UserError` with every problem of the run; for a world the engine cannot start; and for a
-    secret in `argv`, if the job's text is stored.
+    token among the settings, if the job's text is stored.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
-    data = {"dataset_name": list(node.data)} if node.data else {}
-    world = nodes * node.processes
-    place = here(world, accelerate_config, node.processes, hardware=node.hardware, packages=node.packages)
-    run = with_fit(resolve(words, place, data, "--data"))
+    run = with_fit(resolve(words, place, {"dataset_name": list(data)} if data else {}, "--data"))
     advice = require_legal(run)
     require_columns(run)
     if advice and not starts_here:
         print_problems(advice, console(stderr=True))
-    if run.engine.kind == "single" and world > 1:
-        what = f"{run.recipe.name} trains in one process, {world} are asked for"
+    if run.engine.kind == "single" and run.world_size > 1:
+        what = f"{run.recipe.name} trains in one process, {run.world_size} are asked for"
         raise mistake("processes_per_node", what, "one process, or --recipe standard")
-    argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
     if not starts_here:
         refuse_tokens(run)
+    argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
     own = launch_yaml(run.recipe, run["deepspeed"])
     config = find_yaml(accelerate_config).resolve() if accelerate_config else own
-    return Job(run, nodes, node.processes, argv, str(config), preflight=preflight)
+    nodes = run.world_size // run.local_world_size
+    return Job(run, nodes, run.local_world_size, argv, str(config), preflight=preflight)
 
 
 # --- Commands, as bash takes them -----------------------------------------------------------------
@@ -194,8 +180,8 @@ class Target:
     WRITES_HERE: ClassVar[bool] = True  # the job writes to the output folder on this machine
     ASK_EVERY: ClassVar[float] = 0.2  # seconds between two questions for a job's state
 
-    def node(self, processes: int | None) -> Node:
-        """A node of the target, with one process per GPU unless `processes` says otherwise."""
+    def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
+        """Some nodes, with one process per GPU unless `processes` says otherwise."""
         raise NotImplementedError
 
     def render(self, job: Job) -> str:

@@ -17,7 +17,6 @@ from launch.host.secrets import without_secrets
 from launch.host.signals import EXIT_CODE, PASSED_ON
 from launch.jobs.job import (
     Job,
-    Node,
     Target,
     arguments,
     checked_job,
@@ -31,8 +30,9 @@ from launch.output import record
 from launch.output.submission import LOCAL_LOG, Submission, note
 from launch.training.failure import next_flags
 from recipes.errors import mistake
-from recipes.run import Json, with_flags
+from recipes.run import Json, here, with_flags
 from recipes.run.hardware import read as read_hardware
+from recipes.run.place import Place
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Local(Target):
         "next stop", "out of memory: go on with the next smaller micro-batch, or only say which that is [stop]", "stop"
     )
 
-    def node(self, processes: int | None = None) -> Node:
+    def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
         hardware = read_hardware()
-        return Node(hardware, processes or max(1, len(hardware.gpus)))
+        processes = processes or max(1, len(hardware.gpus))
+        return here(nodes * processes, accelerate_config, processes, hardware=hardware)
 
     def render(self, job: Job) -> str:
         """A bash script that becomes the launcher, which passes signals on to the ranks."""
@@ -69,8 +70,7 @@ class Local(Target):
                 break
             tried.append(attempt)
             _, recipe, *argv = job.argv
-            again = Node(job.run.hardware, job.processes_per_node)
-            job = checked_job(recipe, with_flags(argv, attempt), again, 1, job.preflight, job.config)
+            job = checked_job(recipe, with_flags(argv, attempt), job.run.place, job.config, preflight=job.preflight)
             print(f"\nout of memory: again, with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
             code = run_script(without_secrets(self.render(job)), job)
         return code

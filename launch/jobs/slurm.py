@@ -16,7 +16,6 @@ from launch.jobs.job import (
     ASSUMED_GPU,
     SCRIPT,
     Job,
-    Node,
     Target,
     arguments,
     launch_words,
@@ -27,9 +26,11 @@ from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
 from recipes.errors import Problem, mistake
 from recipes.flags import flag
+from recipes.run import here
 from recipes.run.files import expanded
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
+from recipes.run.place import Place
 
 _SBATCH = "as sbatch takes it"
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
@@ -147,8 +148,8 @@ class Slurm(Target):
         """The nodes' own, if the job prepares one; or this interpreter, from a shared disk."""
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
-    def node(self, processes: int | None) -> Node:
-        """A node of the cluster, which cannot be looked at from here: its GPUs are assumed."""
+    def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
+        """Nodes of the cluster, which cannot be looked at from here: their GPUs are assumed."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
             what = f"{self.gpus_per_node!r} is not a count of GPUs of one type"
@@ -163,7 +164,8 @@ class Slurm(Target):
             words = "cpus_per_task", what, f"--cpus_per_task {8 * processes}"
         print_problems([Problem(*words, severity="advice")] if words else [], console(stderr=True))
         hardware = Hardware((ASSUMED_GPU,) * gpus, self.cpus_per_task or processes, liger=read_hardware().liger)
-        return Node(hardware, processes, None if self.python == sys.executable else frozenset())
+        packages = None if self.python == sys.executable else frozenset[str]()
+        return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=packages)
 
     def render(self, job: Job) -> str:
         """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""

@@ -50,7 +50,8 @@ def submit(
     """
     if output and not dry_run:
         raise mistake("output", "is for a dry run; this job would be submitted", "--dry_run, or no --output")
-    job = checked_job(recipe, argv, target.node(processes_per_node), nodes, preflight, accelerate_config)
+    place = target.place(processes_per_node, nodes, accelerate_config)
+    job = checked_job(recipe, argv, place, accelerate_config, getattr(target, "data", ()), preflight)
     if job.run["fresh"] and not isinstance(target, Local):
         what = "would move the run aside again at every restart of the job"
         raise mistake("fresh", what, "another --output_dir, or --output_uri on Azure ML")

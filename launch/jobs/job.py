@@ -104,10 +104,9 @@ def checked_job(
     if not starts_here:
         refuse_tokens(run)
     argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
-    own = launch_yaml(run.recipe, run["deepspeed"])
-    config = find_yaml(accelerate_config).resolve() if accelerate_config else own
-    nodes = run.world_size // run.local_world_size
-    return Job(run, nodes, run.local_world_size, argv, str(config), preflight=preflight)
+    own = find_yaml(accelerate_config).resolve() if accelerate_config else None
+    config = str(own or launch_yaml(run.recipe, run["deepspeed"]))
+    return Job(run, run.world_size // run.local_world_size, run.local_world_size, argv, config, preflight=preflight)
 
 
 # --- Commands, as bash takes them -----------------------------------------------------------------
@@ -243,11 +242,8 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float 
 
 def last_line(log: str) -> str:
     """The last line about a step, else the last line with text; the address of a log elsewhere."""
-    if "://" in log:
-        return log
-    try:
-        lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]
-    except OSError:
-        return ""
+    if not Path(log).is_file():
+        return log if "://" in log else ""
+    lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]
     about_steps = [line for line in lines if re.search(r"\bstep \d+", line)]
     return (about_steps or lines or [""])[-1][:80]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import re
@@ -114,7 +113,6 @@ def _remedy(error: BaseException) -> str | None:
     return next((remedy for words, remedy in _REMEDIES.items() if re.search(words, str(error))), None)
 
 
-@functools.cache  # once in a process
 def end_workers_that_cannot_send() -> None:
     """From now on a DataLoader worker ends if it has no shared memory or no files for its batch.
 
@@ -123,13 +121,9 @@ def end_workers_that_cannot_send() -> None:
     import multiprocessing  # which no mistake has to wait for
     from multiprocessing.queues import Queue
 
-    only_print = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
-
     def end_worker(error: Exception, item: object) -> None:
-        if multiprocessing.parent_process() is None:
-            only_print(error, item)
-        else:
-            print(f"a worker cannot send its batch: {one_line(error)}", file=sys.stderr, flush=True)
+        print(f"a worker cannot send its batch: {one_line(error)}", file=sys.stderr, flush=True)
+        if multiprocessing.parent_process() is not None:
             os._exit(1)
 
     Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]

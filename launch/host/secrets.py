@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from recipes.errors import UserError, mistake
@@ -35,9 +35,9 @@ _ASSIGNED = re.compile(
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
 
 
-def in_environment(environment: Mapping[str, str] = os.environ) -> set[str]:
+def in_environment() -> set[str]:
     """The values of environment variables whose names say that they are secret."""
-    named = {value for name, value in environment.items() if SECRET_NAME.search(name)}
+    named = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return {value for value in named if len(value.strip()) >= _SHORTEST}
 
 

@@ -142,7 +142,7 @@ class World:
                 inside = {rank: name for rank in range(self.size) if (name := _last(store, rank).partition(" ")[2])}
                 missing = {rank: name for rank, name in inside.items() if not store.check([f"waited/{rank}"])}
                 who = " and ".join(missing.values()) or "the network between the ranks"
-                kind = RankHangs if self.rank == min({*inside} - {*missing}) else Failure
+                kind = RankHangs if self.rank == min({self.rank, *inside} - {*missing}) else Failure
                 raise kind(f"{who} did not answer within {timeout} s (ddp_timeout)") from error
 
 

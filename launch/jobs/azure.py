@@ -158,8 +158,7 @@ class Azure(Target):
 
     def _command(self, job: Job, inputs: Mapping[str, Any]) -> str:
         more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
-        text = _LAUNCH.format(config=shlex.quote(_config(job)), more=more)
-        text = (_PREFLIGHT if job.preflight else "") + text
+        text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=shlex.quote(_config(job)), more=more)
         lines = [line.strip() for line in text.splitlines()]
         lines += flag_lines(job.command[1:], _quoted)
         mounted = [f"${{{{inputs.{name}}}}}" for name in inputs]

@@ -181,8 +181,7 @@ def newest(folder: Path) -> tuple[Path, Submission]:
 
 def _runs_in(folder: Path) -> list[Path]:
     """The folder itself if a run writes to it, and those in it, the newest first."""
-    inside = [folder, *(folder.iterdir() if folder.is_dir() else [])]
-    runs = [run for run in inside if (run / NAME).is_file() or (run / record.NAME).is_file()]
+    runs = [run for run in (folder, *folder.glob("*")) if (run / NAME).is_file() or (run / record.NAME).is_file()]
     if not runs:
         raise mistake("FOLDER", f"no run was submitted or started in {folder}", "the --output_dir of one")
     return sorted(runs, key=_begun, reverse=True)

@@ -110,8 +110,8 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     Raises `UserError` with every problem.
     """
     yaml = options.accelerate_config
-    node = Local().node(options.num_processes or in_own_yaml(yaml))
-    job = checked_job(options.recipe, rest, node, accelerate_config=yaml, starts_here=True)
+    place = Local().place(options.num_processes or in_own_yaml(yaml), accelerate_config=yaml)
+    job = checked_job(options.recipe, rest, place, yaml, starts_here=True)
     refuse_while_in_use(job.folder)
     print_progress(
         f"starting {plural(job.processes_per_node, 'process')}, {job.run.recipe.name} on {job.run.engine_title}",

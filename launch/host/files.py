@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import io
 import os
 import re
@@ -34,16 +32,13 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on the disk when this returns.
-
-    Some file systems of a network or a cloud cannot flush a folder: there is nothing to wait for.
-    """
+    """Have a file's bytes, or a folder's names, on the disk when this returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-            raise
+    except OSError:
+        if path.is_file():
+            raise  # some file systems of a network or a cloud cannot flush a folder
     finally:
         os.close(handle)
 
@@ -83,14 +78,15 @@ def print_without_reader() -> None:
 
 # --- The machine takes no more --------------------------------------------------------------------
 
+# The system's words, also inside a library's own, and the start of the remedy.
 _REMEDIES = {
-    errno.ENOSPC: "Make room",  # of inodes too: `df -i`
-    errno.EDQUOT: "Make room",
-    errno.EROFS: "Make it writable",
-    errno.EMFILE: "Run `ulimit -n 4096`",
-    errno.ENFILE: "Run `ulimit -n 4096`",
+    "No space left on device|Disk quota exceeded": "Make room",  # of inodes too: `df -i`
+    "Read-only file system": "Make it writable",
+    "Too many open files": "Run `ulimit -n 4096`",
+    "Bus error|exited unexpectedly|allocate shared memory|shared memory segment": (
+        "Make /dev/shm larger, or take --dataloader_num_workers 0"
+    ),
 }
-_NOTHING_SHARED = re.compile(r"Bus error|exited unexpectedly|allocate shared memory|shared memory segment")
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[str, str] | None:
@@ -101,21 +97,22 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[s
     """
     cause: BaseException | None = error
     while cause is not None:  # the system's own error is often the cause of a library's
-        if _NOTHING_SHARED.search(str(cause)):
-            return one_line(cause).rstrip("."), "Make /dev/shm larger, or take --dataloader_num_workers 0"
-        if remedy := _REMEDIES.get(getattr(cause, "errno", None) or 0):
-            return one_line(cause), remedy
+        if remedy := _remedy(cause):
+            return one_line(cause).rstrip("."), remedy
         cause = cause.__cause__ or cause.__context__
     if folder and folder.exists():
         try:
             require_writable(folder, size=2**20)  # a full disk may still take a byte
         except OSError as refusal:
             what = f"{folder} cannot be written any more: {refusal.strerror}"
-            return what, _REMEDIES.get(refusal.errno or 0, "Make it writable")
+            return what, _remedy(refusal) or "Make it writable"
     return None
 
 
-@functools.cache  # once in a process
+def _remedy(error: BaseException) -> str | None:
+    return next((remedy for words, remedy in _REMEDIES.items() if re.search(words, str(error))), None)
+
+
 def end_workers_that_cannot_send() -> None:
     """From now on a DataLoader worker ends if it has no shared memory or no files for its batch.
 
@@ -124,20 +121,9 @@ def end_workers_that_cannot_send() -> None:
     import multiprocessing  # which no mistake has to wait for
     from multiprocessing.queues import Queue
 
-    only_print, only_print_too = Queue._on_queue_feeder_error, sys.excepthook  # type: ignore[attr-defined]
-
-    def end_worker(error: BaseException) -> None:
+    def end_worker(error: Exception, item: object) -> None:
+        print(f"a worker cannot send its batch: {one_line(error)}", file=sys.stderr, flush=True)
         if multiprocessing.parent_process() is not None:
-            print(f"a worker cannot send its batch: {one_line(error)}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def while_sent(error: Exception, item: object) -> None:
-        end_worker(error)
-        only_print(error, item)
-
-    def while_fetched(kind, error: BaseException, traceback) -> None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            end_worker(error)  # the thread that hands over a batch's file tries again at once, and forever
-        only_print_too(kind, error, traceback)
-
-    Queue._on_queue_feeder_error, sys.excepthook = staticmethod(while_sent), while_fetched  # type: ignore[attr-defined]
+    Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]

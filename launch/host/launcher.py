@@ -15,8 +15,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -31,7 +31,8 @@ if __package__ in (None, ""):
 import psutil
 
 from launch.host.files import print_without_reader
-from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, end_with_parent, is_being_ended
+from launch.host.processes import how_it_ended
+from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, end_with_parent
 from recipes.errors import one_line
 
 if TYPE_CHECKING:
@@ -40,10 +41,7 @@ if TYPE_CHECKING:
 LAUNCHER = Path(__file__)
 THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
-_KILLED = {
-    signal.SIGKILL: ": the kernel does that when RAM runs out (`dmesg` tells)",
-    signal.SIGSEGV: ": native code crashed (PYTHONFAULTHANDLER=1 shows where)",
-}
+_say = partial(print, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
-        return _exit_code_of(*_root_cause(error))
+        return _exit_code_of(*_first_to_fail(error))
     except subprocess.CalledProcessError as error:  # of a single process
         return _exit_code_of(0, error.returncode)
     except Exception as error:
@@ -76,7 +74,7 @@ _received: set[int] = set()
 
 
 def listen() -> None:
-    """Pass signals on to the ranks. A second Ctrl-C kills them, and SIGQUIT does at once.
+    """Pass signals on to the ranks. A second Ctrl-C kills them.
 
     accelerate passes nothing on to a single process, and dies of SIGUSR1.
     """
@@ -87,7 +85,7 @@ def listen() -> None:
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    kills = number == signal.SIGQUIT or (number == signal.SIGINT and number in _received)
+    kills = number == signal.SIGINT and number in _received
     _received.add(number)
     ranks = psutil.Process().children()
     if not ranks:  # nothing has started yet
@@ -106,44 +104,33 @@ def _exit_code_of(rank: int, code: int) -> int:
         return code
     if _received or -code in SIGNALS:  # it did not handle the signal yet
         return _exit_code_of_the_told()
-    how = signal.Signals(-code)
-    _say(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}")
+    why = ": the kernel does that when RAM runs out (`dmesg` tells)" if -code == signal.SIGKILL else ""
+    _say(f"rank {rank} was {how_it_ended(code)}{why}")
     return 128 - code
 
 
 def _exit_code_of_the_told() -> int:
     """The exit code of a run whose ranks were ended before they could say why: this says it."""
-    if _received & {signal.SIGINT, signal.SIGQUIT}:
-        _say("interrupted")
-        return 130
-    _say("told to stop: run the same command again")
-    return EXIT_CODE
+    interrupted = signal.SIGINT in _received
+    _say("interrupted" if interrupted else "told to stop: run the same command again")
+    return 130 if interrupted else EXIT_CODE
 
 
-def _root_cause(error: ChildFailedError) -> tuple[int, int]:
+def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
     """The rank whose failure made the others fail, and its exit code.
 
     torch itself ends the others by SIGTERM, unless they have lost their connection to it: then
     their exit code is 1, perhaps before torch saw its end.
     """
-    failures = error.failures
-
-    def order(rank: int) -> tuple[bool, bool, int]:
-        code = failures[rank].exitcode
-        return code == -signal.SIGTERM, code == 1, failures[rank].timestamp
-
-    rank = min(failures, key=order)
-    return rank, failures[rank].exitcode
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    late = {-signal.SIGTERM: 2, 1: 1}
+    rank = min(codes, key=lambda rank: (late.get(codes[rank], 0), error.failures[rank].timestamp))
+    return rank, codes[rank]
 
 
 # --- What a rank knows of its launcher ------------------------------------------------------------
 
 _parent = os.getpid(), os.getppid()  # this process, and what started it
-_PATIENCE_SECONDS = 10
 
 
 def launcher_argv() -> list[str]:
@@ -180,18 +167,6 @@ def own_threads() -> int | None:
     """
     number = (first_environment() if launcher_argv() else os.environ).get(THREADS, "")
     return int(number) if number.isdigit() and number != "0" else None
-
-
-def is_spoken_for(met_by_all: bool = False) -> bool:
-    """True if this failed rank need not say why: torch elastic ends it because another rank has
-    failed first, and said so. Without torch elastic, only an error that is `met_by_all` counts.
-    """
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return met_by_all
-    until = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < until and not is_being_ended():
-        time.sleep(0.1)
-    return is_being_ended()
 
 
 def end_with_launcher() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import resource
-import sys
 from pathlib import Path
 
 import psutil
 
 from recipes.errors import one_line
 
-# Messages of failed allocations, from libraries that have no exception of their own for it.
+# Messages of failed allocations.
 _RAN_OUT = re.compile(
-    r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|Cuda failure (?:2 )?'out of memory'|std::bad_alloc|Cannot allocate memory|failed to map segment"
+    r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|failed to map segment"
     r"|libgomp: Thread creation failed|can't start new thread"  # no room for its stack
 )
 
@@ -61,11 +59,7 @@ def ran_out(error: BaseException | None) -> bool:
     """True if the cause of an error is that memory ran out, on the GPU or in RAM."""
     if error is None:
         return False
-    # Not imported for this: that takes seconds, and without it the error is not torch's.
-    of_torch = "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError)
-    of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    here = of_torch or of_system or isinstance(error, MemoryError) or says_it_ran_out(str(error))
-    return here or ran_out(error.__cause__)
+    return isinstance(error, MemoryError) or says_it_ran_out(str(error)) or ran_out(error.__cause__)
 
 
 def shortage(error: BaseException) -> str:

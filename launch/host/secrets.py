@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from recipes.errors import UserError, mistake
@@ -35,9 +35,9 @@ _ASSIGNED = re.compile(
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
 
 
-def in_environment(environment: Mapping[str, str] = os.environ) -> set[str]:
+def in_environment() -> set[str]:
     """The values of environment variables whose names say that they are secret."""
-    named = {value for name, value in environment.items() if SECRET_NAME.search(name)}
+    named = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return {value for value in named if len(value.strip()) >= _SHORTEST}
 
 
@@ -57,24 +57,20 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
 def recorded_text(text: str) -> str:
     """The text of a file, or its hash behind `***` if it seems to hold a secret."""
     assigned = any(not _HARMLESS_NAME.search(found[1]) for found in _ASSIGNED.finditer(text))
-    return hashed(text) if assigned or hide(text, in_environment()) != text else text
-
-
-def hashed(text: str) -> str:
-    """The record of a file that seems to hold a secret."""
+    if not assigned and hide(text, in_environment()) == text:
+        return text
     return f"{HIDDEN} it seems to hold a secret; sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def refuse_secrets(run: RunSpec, argv: Sequence[str]) -> None:
-    """Raises `UserError` if a token is set, or an argument of train.py looks like a secret."""
-    tokens = [name for name in run.given if name.endswith("_token") and run[name]]
-    similar = [word.partition("=")[0] if word.startswith("--") else "argument" for word in argv if SECRET.search(word)]
-    if tokens or similar:
-        raise _refused((tokens or similar)[0])
+def refuse_tokens(run: RunSpec) -> None:
+    """Raises `UserError` if a token is set, which would stand in the job's command."""
+    for name in run.given:
+        if name.endswith("_token") and run[name]:
+            raise _refused(name)
 
 
 def without_secrets(text: str) -> str:
-    """A job's text. Raises `UserError` if a flag of the target has put a secret into it."""
+    """A job's text. Raises `UserError` if something in it looks like a secret."""
     if found := SECRET.search(text):
         raise _refused(f"{found.group()[:6]}...")
     return text

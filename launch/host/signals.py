@@ -11,15 +11,16 @@ import ctypes
 import os
 import signal
 import sys
-import threading
+import time
 from types import FrameType
 
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-PASSED_ON = (signal.SIGINT, signal.SIGQUIT, *SIGNALS)  # by the launcher, to the ranks
+PASSED_ON = (signal.SIGINT, *SIGNALS)  # by the launcher, to the ranks
 
 _received: set[int] = set()  # by this process, since it handles them
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PATIENCE_SECONDS = 10
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Preempted(BaseException):
@@ -40,28 +41,17 @@ class StopRequest:
         self._pid = os.getpid()
 
     def listen(self) -> None:
-        """Handle the signals from now on. Python allows that in the main thread only."""
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    signal.signal(number, self._handle)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        """Handle the signals from now on."""
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
     def defer(self) -> None:
-        """From now on only remember a signal: the current step or save is completed first.
-
-        Raises `Preempted` for an earlier signal: a C extension that was being imported may have
-        dropped the exception of its handler.
-        """
-        self._end_if_requested()
+        """From now on only remember a signal: the current step or save is completed first."""
         self._deferred = True
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._interrupt)
-
-    def _end_if_requested(self) -> None:
-        if self.signal:
-            raise Preempted(f"told to stop by {self.signal}")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a worker that loads data, which its parent ends
@@ -77,7 +67,7 @@ class StopRequest:
         self.signal = self.signal or signal.Signals(number).name
         if not self._deferred:
             self._deferred = True  # a second signal must not interrupt the cleanup
-            self._end_if_requested()
+            raise Preempted(f"told to stop by {self.signal}")
 
 
 def block_until_listening() -> None:
@@ -87,21 +77,23 @@ def block_until_listening() -> None:
 
 def ignore_stop_requests() -> None:
     """From now on: this process has failed and says why, while the launcher ends all ranks."""
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            signal.signal(number, lambda number, frame: _received.add(number))
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: _received.add(number))
 
 
-def is_being_ended() -> bool:
-    """True if this process was told to end: by its launcher, once it has failed."""
+def is_spoken_for(met_by_all: bool = False) -> bool:
+    """True if this failed rank need not say why: torch elastic ends it because another rank has
+    failed first, and said so. Without torch elastic, only an error that is `met_by_all` counts.
+    """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return met_by_all
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while signal.SIGTERM not in _received and time.monotonic() < until:
+        time.sleep(0.1)
     return signal.SIGTERM in _received
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send a signal to this process when its parent dies. Linux only."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
 import math
 import os
 import pickle
@@ -18,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,59 +67,52 @@ class World:
         if self.nodes == 1:
             yield
             return
-        with self._beating(early_store(self)):
+        with _beating(self, early_store(self)):
             yield
-            self._exchange(None, timeout)
+            self.gather(None, timeout)
 
     def decide(self, decision: Callable[[], T]) -> T:
         """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`.
 
         If rank 0 fails otherwise, the other ranks raise a `Failure` instead of waiting for it.
         """
-        if self.size == 1:
-            return decision()
-        answer: Any = None
+        own: tuple[Any, Exception | None] = None, None
         if self.is_main:
             try:
-                answer = [decision()]
+                own = decision(), None
             except UserError as error:
-                answer = error
+                own = None, error
             except Exception:
-                self.gather(Failure("rank 0 failed: see the error that it printed"))
+                self.gather((None, Failure("rank 0 failed: see the error that it printed")))
                 raise
-        decided = self.gather(answer)[0]
-        if isinstance(decided, Exception):
-            raise decided
-        return decided[0]
+        result, refusal = self.gather(own)[0]
+        if refusal:
+            raise refusal
+        return result
 
-    def gather(self, own: T) -> list[T]:
-        """What every rank passes here, in the order of ranks, once all have come."""
+    def gather(self, own: T, timeout: float = math.inf) -> list[T]:
+        """What every rank passes here, in the order of ranks, once all have come.
+
+        Before the process group, raises `Failure` if a rank neither comes nor gives a sign of life
+        for `timeout` seconds.
+        """
         if self.size == 1:
             return [own]
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            return self._exchange(own)
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own)
-        return found
-
-    def _exchange(self, own: T, timeout: float = math.inf) -> list[T]:
-        """As `gather`, before the process group.
-
-        Raises `Failure` if a rank neither comes nor gives a sign of life for `timeout` seconds.
-        """
-        store, number = early_store(self), next(_exchanges)
+        if dist.is_initialized():
+            dist.all_gather_object(found, own)
+            return found
+        store, number = early_store(self), next(_gathers)
         store.set(f"{number}/{self.rank}", pickle.dumps(own))
         for other in range(self.size):
-            last, since = list[Any](), time.monotonic()
+            silence = _silence(store, other)
             while not store.check([f"{number}/{other}"]):
                 time.sleep(0.05)  # no signal interrupts a wait inside the store
-                if (beat := _last(store, other)) != last:
-                    last, since = beat, time.monotonic()
-                elif time.monotonic() - since > timeout:
+                if next(silence) > timeout:
                     raise Failure(f"rank {other} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
-        found = [pickle.loads(store.get(f"{number}/{other}")) for other in range(self.size)]
+            found[other] = pickle.loads(store.get(f"{number}/{other}"))
         store.add(f"{number}/heard", 1)
         while self.is_main and store.add(f"{number}/heard", 0) < self.size:
             time.sleep(0.05)  # it may serve the store, and end at once
@@ -139,29 +130,20 @@ class World:
             return
         from torch.distributed import distributed_c10d
 
-        with self._beating(distributed_c10d._get_default_store()) as store:
+        with _beating(self, distributed_c10d._get_default_store()) as store:
             try:
                 yield
             except RuntimeError as error:
                 if not any(words in str(error) for words in _TIMED_OUT):
                     raise
-                missing = _missing(store, self.size)
+                # A rank that waited has seen the same, or has lost its connection and left.
+                store.set(f"waited/{self.rank}", "")
+                time.sleep(2 * _BEAT_SECONDS)
+                inside = {rank: name for rank in range(self.size) if (name := _last(store, rank).partition(" ")[2])}
+                missing = {rank: name for rank, name in inside.items() if not store.check([f"waited/{rank}"])}
                 who = " and ".join(missing.values()) or "the network between the ranks"
-                reporter = min({*range(self.size)} - {*missing}, default=self.rank)
-                kind = RankHangs if self.rank == reporter else Failure
+                kind = RankHangs if self.rank == min({self.rank, *inside} - {*missing}) else Failure
                 raise kind(f"{who} did not answer within {timeout} s (ddp_timeout)") from error
-
-    @contextlib.contextmanager
-    def _beating(self, store: Store) -> Iterator[Store]:
-        """Give signs of life in the block. A store for this thread and the one that gives them."""
-        store, left = store.clone(), threading.Event()  # the main thread may wait in the original
-        thread = threading.Thread(target=_beat, args=(store, self, left), daemon=True)
-        thread.start()
-        try:
-            yield store
-        finally:
-            left.set()
-            thread.join(_BEAT_SECONDS)  # otherwise its last message could be a sign of life
 
 
 # --- Signs of life --------------------------------------------------------------------------------
@@ -171,10 +153,8 @@ class World:
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # then it is noted; a library that reads data may hold Python for some seconds
-# Here Python waits for other ranks: in a collective, in DDP's backward, or to name one of them.
-_WAITING = ("distributed/", "autograd/graph.py", "host/world.py")
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "Application timeout")  # gloo's words, and the store's
-_exchanges = itertools.count()
+_gathers = itertools.count()
 
 
 class RankHangs(Failure):
@@ -197,49 +177,50 @@ def early_store(world: World) -> Store:
     return PrefixStore(f"early/{attempt}", store)
 
 
+@contextlib.contextmanager
+def _beating(world: World, store: Store) -> Iterator[Store]:
+    """Give signs of life in the block. A store for this thread and the one that gives them."""
+    store, left = store.clone(), threading.Event()  # the main thread may wait in the original
+    thread = threading.Thread(target=_beat, args=(store, world, left), daemon=True)
+    thread.start()
+    try:
+        yield store
+    finally:
+        left.set()
+        thread.join(_BEAT_SECONDS)  # otherwise its last message could be a sign of life
+
+
 def _beat(store: Store, world: World, left: threading.Event) -> None:
     """Until this rank leaves, or its launcher ends, which holds the store."""
-    parent, last, since = os.getppid(), list[Any](), time.monotonic()
-    name = f"rank {world.rank} (pid {os.getpid()} on {socket.gethostname()})"
+    parent, after = os.getppid(), (world.rank + 1) % world.size
+    name, silence = f"rank {world.rank} (pid {os.getpid()} on {socket.gethostname()})", _silence(store, after)
+    noted = False
     with contextlib.suppress(RuntimeError):
         for number in itertools.count():
             if left.wait(_BEAT_SECONDS if number else 0) or os.getppid() != parent:
                 break
-            store.set(f"heartbeat/{world.rank}", json.dumps([number, f"{name} in {_place()}"]))
-            seen = _last(store, (world.rank + 1) % world.size)
-            if seen != last or not seen:
-                last, since = seen, time.monotonic()
-            elif time.monotonic() - since > _SILENT_SECONDS:
-                line = f"{seen[1]}: no answer for {_SILENT_SECONDS:.0f} s. Is it stopped?"
+            store.set(f"heartbeat/{world.rank}", f"{number} {name}")
+            silent = next(silence) > _SILENT_SECONDS and bool(seen := _last(store, after))
+            if silent and not noted:
+                line = f"{seen.partition(' ')[2]}: no answer for {_SILENT_SECONDS:.0f} s. Is it stopped?"
                 print(line, file=sys.stderr, flush=True)
-                since = math.inf  # said once in a silence
-        store.set(f"heartbeat/{world.rank}", "[]")  # it has left
+            noted = silent  # once in a silence
+        store.set(f"heartbeat/{world.rank}", "")  # it has left
 
 
-def _place() -> str:
-    """Where the main thread is. Its frame must not outlive this call: it would hold its tensors."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return f"{frame.f_code.co_name}, {frame.f_code.co_filename} line {frame.f_lineno}"
+def _silence(store: Store, rank: int) -> Iterator[float]:
+    """At each call, the seconds since a rank's last sign of life has been seen."""
+    last, since = _last(store, rank), time.monotonic()
+    while True:
+        yield time.monotonic() - since
+        if (seen := _last(store, rank)) != last:
+            last, since = seen, time.monotonic()
 
 
-def _missing(store: Store, size: int) -> dict[int, str]:
-    """The ranks that the others wait for, with their names and where they are: those that give no
-    sign of life between two looks, or else those that do not wait themselves.
-    """
-    try:
-        beats = {rank: beat for rank in range(size) if (beat := _last(store, rank))}
-        time.sleep(2 * _BEAT_SECONDS + 1)
-        silent = [rank for rank, beat in beats.items() if _last(store, rank) == beat]
-    except RuntimeError:  # the store is gone
-        return {}
-    busy = [rank for rank, beat in beats.items() if not any(part in beat[1] for part in _WAITING)]
-    return {rank: beats[rank][1] for rank in silent or busy}
-
-
-def _last(store: Store, rank: int) -> list[Any]:
-    """The last sign of life of a rank, its number and words; empty if it has given none or left."""
+def _last(store: Store, rank: int) -> str:
+    """The last sign of life of a rank, its number and name; empty if it has given none or left."""
     key = f"heartbeat/{rank}"
-    return json.loads(store.get(key)) if store.check([key]) else []
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 # --- As it was launched ---------------------------------------------------------------------------
@@ -265,17 +246,14 @@ def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
     """The run of a launched process, on the engine that will execute it, and with its fit.json."""
-    return with_fit(
-        resolve(argv, here(world.size, local_world_size=world.local_size, launched=True), settings=settings)
-    )
+    place = here(world.size, local_world_size=world.local_size, launched=True)
+    return with_fit(resolve(argv, place, settings=settings))
 
 
 def prepare_process(run: RunSpec) -> None:
     """Prepare the environment, and DeepSpeed if it trains, before other libraries are imported."""
     prepare_environment(run)
     if run.engine.kind == "deepspeed":
-        if not run["verbose"]:  # DeepSpeed prints a line for each operator that it has compiled
-            vars(import_module("deepspeed.comm.torch"))["print"] = lambda *words: None
         compile_safely()
 
 
@@ -287,8 +265,7 @@ def prepare_environment(run: RunSpec) -> None:
         if not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & set(os.environ) and not run["deepspeed"]:
             os.environ.update(launch_environment(run.engine))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**alone, "MASTER_PORT": str(free_port())}.items():
-            os.environ.setdefault(name, value)
+        os.environ.update({**alone, "MASTER_PORT": str(free_port()), **os.environ})
     if run["measure"]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a banner
     if run["expandable_segments"]:  # torch reads one of them at the first use of a GPU; its last word wins
@@ -315,22 +292,19 @@ def use_threads(run: RunSpec, world: World) -> None:
 def process_group(run: RunSpec, world: World) -> Iterator[None]:
     """Join the process group, and leave it at the end.
 
-    Raises `Failure` if a rank does not join within `ddp_timeout` seconds, `UserError` if several
-    processes were launched and each is alone, or if their micro-batches differ.
+    Raises `Failure` if a rank does not join within `ddp_timeout` seconds, `UserError` if their
+    micro-batches differ: fit.json holds for the devices of its own node.
     """
     import torch
 
-    if _joined(run) != world.size:
-        raise mistake(
-            "use_cpu",
-            f"{world.size} processes were launched, and each would train a model of its own",
-            "leave use_cpu to the recipe",
-            run.setting("use_cpu").source,
-        )
+    _join(run)
     use_threads(run, world)
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
     try:
-        _require_same_micro_batch(run, world)
+        sizes = sorted(set(world.gather(run.batch.micro)))
+        if len(sizes) > 1:  # the ranks would wait for each other
+            what = f"the ranks have micro-batches of {', '.join(map(str, sizes))}"
+            raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {sizes[0]}")
         with world.heartbeat(run["ddp_timeout"]):
             yield
     except BaseException as error:
@@ -341,15 +315,15 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
         leave_group()
 
 
-def _joined(run: RunSpec) -> int:
-    """Join as TrainingArguments do, which then find the group. The number of processes."""
+def _join(run: RunSpec) -> None:
+    """Join as TrainingArguments do, which then find the group."""
     import torch
     from transformers import TrainingArguments
 
     # With `use_cpu` they hand it on to nobody, and torch's own limit is half an hour.
     torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=run["ddp_timeout"])
     try:
-        processes = arguments_for(run, TrainingArguments).world_size
+        arguments_for(run, TrainingArguments)
     except ValueError as error:  # the backend is not in this build of torch
         source = run.setting("ddp_backend").source
         raise mistake("ddp_backend", str(error), "leave it out: gloo on a CPU, nccl on GPUs", source) from None
@@ -363,7 +337,6 @@ def _joined(run: RunSpec) -> int:
         # DDP, and ZeRO-3 would divide the weights of the model among one process.
         if not comm.is_initialized():
             comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
-    return processes
 
 
 def leave_group() -> None:
@@ -375,21 +348,9 @@ def leave_group() -> None:
     """
     import torch
 
-    if not torch.distributed.is_initialized():
-        return
-    time.sleep(_DROPPED_SECONDS)
-    torch.distributed.destroy_process_group()
-
-
-def _require_same_micro_batch(run: RunSpec, world: World) -> None:
-    """fit.json holds for the devices of its own node.
-
-    Ranks whose micro-batches differ would wait for each other.
-    """
-    sizes = set(world.gather(run.batch.micro))
-    if len(sizes) > 1:
-        what = f"the ranks have micro-batches of {', '.join(map(str, sorted(sizes)))}"
-        raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {min(sizes)}")
+    if torch.distributed.is_initialized():
+        time.sleep(_DROPPED_SECONDS)
+        torch.distributed.destroy_process_group()
 
 
 # --- torch's compiler of C++, which DeepSpeed's operators need once -------------------------------

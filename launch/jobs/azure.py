@@ -17,7 +17,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ import yaml
 
 import recipes
 from launch.host.secrets import without_secrets
-from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Node, Target, flag_lines, refuse_fresh
+from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Target, flag_lines, one_of
 from launch.output.submission import Submission, announce
 from recipes.errors import Problem, UserError, mistake
 from recipes.flags import flag
@@ -36,7 +36,7 @@ from recipes.rules.data_and_model import file_kind
 from recipes.run import Json, RunSpec, here, resolve, with_flags
 from recipes.run.files import existing_path, read_yaml, shipped
 from recipes.run.hardware import Hardware
-from recipes.run.place import launch_yaml
+from recipes.run.place import Place, launch_yaml
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -65,10 +65,6 @@ python3 launch doctor
 && """
 
 
-def _one_of(choices: str, help: str) -> Any:
-    return field(default=None, metadata={"choices": tuple(choices.split()), "help": help})
-
-
 @dataclass(frozen=True)
 class Azure(Target):
     """The flags of this target: where the job runs, what it reads and writes, and the workspace.
@@ -84,14 +80,14 @@ class Azure(Target):
     spot: bool = flag(False, "spot (preemptible) serverless compute")
     timeout: int | None = flag(None, "Azure ML cancels the job after so many seconds")
     data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name, several mix")
-    data_type: str | None = _one_of("uri_file uri_folder", "of --data [by the uri's suffix; an asset is a folder]")
+    data_type: str | None = one_of("uri_file uri_folder", "of --data [by the uri's suffix; an asset is a folder]")
     output_uri: str | None = flag(
         None,
         "datastore path for checkpoints; a start with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
         "workspaceblobstore: LOGIN is yours on this machine, HASH that of the flags of train.py and --data]",
     )
     environment: str | None = flag(None, "an environment's name, instead of azureml/environment")
-    identity: str | None = _one_of("managed user_identity", "the compute's or your own, to read data")
+    identity: str | None = one_of("managed user_identity", "the compute's or your own, to read data")
     experiment_name: str = flag("accelerate-recipes", "[accelerate-recipes]")
     job_name: str | None = flag(None, "[the recipe]")
     shm_size: str = flag("16g", "size of /dev/shm [16g]")
@@ -99,17 +95,17 @@ class Azure(Target):
     resource_group: str | None = flag(None, "")
     workspace_name: str | None = flag(None, "")
 
-    def node(self, processes: int | None) -> Node:
-        """A node that cannot be looked at from here: one GPU per process is assumed."""
+    def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
+        """Nodes that cannot be looked at from here: one GPU per process is assumed."""
         processes = processes or 1
-        return Node(Hardware((ASSUMED_GPU,) * processes, cores=8 * processes), processes, _PACKAGES, self.data)
+        hardware = Hardware((ASSUMED_GPU,) * processes, cores=8 * processes)
+        return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)
 
     def render(self, job: Job) -> str:
         """The job as YAML, whose relative paths are those of the code that `stage` writes."""
         return yaml.dump(self._body(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
     def _body(self, job: Job) -> Json:
-        refuse_fresh(job, "another --output_uri")
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
             raise mistake("data", "is the job's data set, and so is --dataset_name", "give only one of them")
         if job.run.explicit("output_dir"):
@@ -117,9 +113,7 @@ class Azure(Target):
         if not self.compute and not self.instance_type:
             raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
         if self.spot and self.compute:  # which has a tier of its own: Azure would ignore this one, and charge for that
-            raise mistake(
-                "spot", "is of serverless compute", "--instance_type in place of --compute, or leave --spot out"
-            )
+            raise mistake("spot", "is of serverless compute", "--instance_type in place of --compute, or no --spot")
         inputs = self._inputs()
         content = {
             "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
@@ -163,8 +157,7 @@ class Azure(Target):
 
     def _command(self, job: Job, inputs: Mapping[str, Any]) -> str:
         more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
-        text = _LAUNCH.format(config=shlex.quote(_config(job)), more=more)
-        text = (_PREFLIGHT if job.preflight else "") + text
+        text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=shlex.quote(_config(job)), more=more)
         lines = [line.strip() for line in text.splitlines()]
         lines += flag_lines(job.command[1:], _quoted)
         mounted = [f"${{{{inputs.{name}}}}}" for name in inputs]
@@ -218,8 +211,8 @@ class Azure(Target):
             with silence(), _asking():
                 created = client.jobs.create_or_update(sdk_job)
         name, address = str(created.name), str(created.studio_url or "")
-        workspace = (client.subscription_id, client.resource_group_name, client.workspace_name)
-        names = dict(zip(_WORKSPACE, map(str, workspace), strict=True))
+        workspace = client.subscription_id, client.resource_group_name, client.workspace_name
+        names = {name: str(value) for name, value in zip(_WORKSPACE, workspace, strict=True)}
         submission = Submission("azureml", job.title, address, name, workspace=names)
         output = f"{self.output_of(job)}: submit the same job again to resume from there"
         cancel = f"az ml job cancel --name {name}"
@@ -251,10 +244,6 @@ class Azure(Target):
             for file in sorted(folder.rglob("std_log*.txt")):
                 print(file.read_text(encoding="utf-8", errors="replace"), end="")
             print(f"{state}: {submission.log}")
-
-    @classmethod
-    def last_line(cls, submission: Submission) -> str:
-        return submission.log  # the job's address: the log itself is not here
 
 
 # An asset, or the storage that Azure ML's documentation names.
@@ -368,36 +357,27 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
     if not (code / "launch" / SCRIPT.name).is_file():
         fix = "the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"
         raise mistake("code", f"there is no launch/train.py in {code}", fix)
-    node = Azure().node(training.processes_per_node)
     with contextlib.chdir(code):  # where the job's command runs
-        world = training.nodes * node.processes
-        place = here(world, training.config, node.processes, hardware=node.hardware, packages=node.packages)
-        run = resolve(training.flags, place)
+        run = resolve(training.flags, Azure().place(training.processes_per_node, training.nodes, training.config))
         return run, check(run)
 
 
 def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
     """What hangs or loses a run although Azure's SDK sends it."""
-    distribution = {"process_count_per_instance": 1, **_section(content, "distribution")}
+    distribution = {"process_count_per_instance": 1, **(content.get("distribution") or {})}
     if training.config and distribution != {"type": "pytorch", "process_count_per_instance": 1}:
         what = "accelerate launch starts the processes of a node, and finds the other nodes where pytorch's are"
         yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
-    if not name or _section(_section(content, "outputs"), name).get("mode", "rw_mount") != "rw_mount":
+    if not name or (content["outputs"][name] or {}).get("mode", "rw_mount") != "rw_mount":
         what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
         fix = "--output_dir ${{outputs.run}}, and there mode: rw_mount"
         yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
 
 
-def _section(content: Json, name: str) -> Json:
-    """A mapping in the YAML; empty if missing or of another type, which Azure's parser reports."""
-    section = content.get(name)
-    return section if isinstance(section, dict) else {}
-
-
 def training_in(content: Json) -> Training | None:
     """The training in a job's command, inputs filled in; None if it does not start train.py."""
-    inputs, outputs = _section(content, "inputs"), _section(content, "outputs")
+    inputs, outputs = content.get("inputs") or {}, content.get("outputs") or {}
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():
         values[f"inputs.{name}"] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
@@ -408,11 +388,8 @@ def training_in(content: Json) -> Training | None:
         script = [word.endswith("launch/train.py") for word in words].index(True)
         before = " ".join(words[:script]).replace("=", " ").split()
         config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
-        elastic = not (config or "").endswith("single.yaml")  # as `Job.command` writes them
-        flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]
-        counts = (_section(content, "resources").get("instance_count"), inputs.get("processes_per_node"))
-        nodes, processes = (int(str(count)) if str(count).isdecimal() else 1 for count in counts)
-        return Training(flags, config, nodes or 1, processes or 1)
+        nodes = int((content.get("resources") or {}).get("instance_count", 1))
+        return Training(words[script + 1 :], config, nodes, int(inputs.get("processes_per_node", 1)))
     return None
 
 
@@ -461,13 +438,8 @@ def connected(workspace: Mapping[str, str]) -> MLClient:
         from azure.ai.ml import MLClient
         from azure.identity import DefaultAzureCredential
 
-        if not workspace:
-            return MLClient.from_config(DefaultAzureCredential())
-        missing = [name for name in _WORKSPACE if name not in workspace]
-        if missing:  # of which the SDK only says that a parameter is None
-            fix = f"--{missing[0]}, or a config.json"
-            raise mistake(missing[0], "is missing, though other parts of the workspace are given", fix)
-        return MLClient(DefaultAzureCredential(), *(workspace[name] for name in _WORKSPACE))
+        login = DefaultAzureCredential()
+        return MLClient(login, *map(workspace.get, _WORKSPACE)) if workspace else MLClient.from_config(login)
 
 
 @contextlib.contextmanager

@@ -11,42 +11,28 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from launch.data.columns import require_columns
 from launch.host.launcher import LAUNCHER
 from launch.host.processes import last_lines
-from launch.host.secrets import refuse_secrets, without_secrets
+from launch.host.secrets import refuse_tokens, without_secrets
 from launch.output.submission import Submission
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, here, resolve, with_fit, with_flags
+from recipes.run import RunSpec, resolve, with_fit, with_flags
 from recipes.run.engine import from_yaml
 from recipes.run.files import find_yaml
-from recipes.run.hardware import Gpu, Hardware
-from recipes.run.place import launch_yaml
+from recipes.run.hardware import Gpu
+from recipes.run.place import Place, launch_yaml
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
 
 # A node that cannot be looked at from here. train.py checks again on the node itself.
 ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
-
-
-@dataclass(frozen=True)
-class Node:
-    """What is known of a node before the job runs there; `processes` is how many it will run.
-
-    `packages` are installed there besides our own requirements; None if it uses this installation.
-    `data` is what the target mounts there (`--data`), which becomes --dataset_name.
-    """
-
-    hardware: Hardware
-    processes: int
-    packages: frozenset[str] | None = None
-    data: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,10 +49,6 @@ class Job:
     config: str
     script: str = str(SCRIPT)
     preflight: bool = False
-
-    @property
-    def processes(self) -> int:
-        return self.nodes * self.processes_per_node
 
     @property
     def launched(self) -> str:
@@ -93,45 +75,37 @@ class Job:
 def checked_job(
     recipe: str | None,
     argv: Sequence[str],
-    node: Node,
-    nodes: int = 1,
-    preflight: bool = False,
+    place: Place,
     accelerate_config: str | None = None,
+    data: Sequence[str] = (),
+    preflight: bool = False,
     starts_here: bool = False,
 ) -> Job:
-    """The job of train.py with the command line `argv` on `nodes` such nodes, if the run is legal.
+    """The job of train.py with the command line `argv` in this place, if the run is legal.
 
     `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is
-    the file or name of an Accelerate YAML that replaces the recipe's own. With `starts_here`
-    train.py follows at once in this terminal: it prints the advice, and no text is stored.
+    the file or name of an Accelerate YAML that replaces the recipe's own, `data` what the target
+    mounts (`--data`). With `starts_here` train.py follows at once in this terminal: it prints the
+    advice, and no text is stored.
 
     Raises `UserError` with every problem of the run; for a world the engine cannot start; and for a
-    secret in `argv`, if the job's text is stored.
+    token among the settings, if the job's text is stored.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
-    data = {"dataset_name": list(node.data)} if node.data else {}
-    world = nodes * node.processes
-    place = here(world, accelerate_config, node.processes, hardware=node.hardware, packages=node.packages)
-    run = with_fit(resolve(words, place, data, "--data"))
+    run = with_fit(resolve(words, place, {"dataset_name": list(data)} if data else {}, "--data"))
     advice = require_legal(run)
     require_columns(run)
     if advice and not starts_here:
         print_problems(advice, console(stderr=True))
-    if run.engine.kind == "single" and world > 1:
-        what = f"{run.recipe.name} trains in one process, {world} are asked for"
+    if run.engine.kind == "single" and run.world_size > 1:
+        what = f"{run.recipe.name} trains in one process, {run.world_size} are asked for"
         raise mistake("processes_per_node", what, "one process, or --recipe standard")
-    argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
     if not starts_here:
-        refuse_secrets(run, argv)
-    own = launch_yaml(run.recipe, run["deepspeed"])
-    config = find_yaml(accelerate_config).resolve() if accelerate_config else own
-    return Job(run, nodes, node.processes, argv, str(config), preflight=preflight)
-
-
-def refuse_fresh(job: Job, fix: str) -> None:
-    """Raises `UserError` for --fresh in a job that its target may start again."""
-    if job.run["fresh"]:
-        raise mistake("fresh", "would move the run aside again at every restart of the job", fix)
+        refuse_tokens(run)
+    argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
+    own = find_yaml(accelerate_config).resolve() if accelerate_config else None
+    config = str(own or launch_yaml(run.recipe, run["deepspeed"]))
+    return Job(run, run.world_size // run.local_world_size, run.local_world_size, argv, config, preflight=preflight)
 
 
 # --- Commands, as bash takes them -----------------------------------------------------------------
@@ -143,7 +117,7 @@ def launch_words(job: Job, python: str = sys.executable) -> list[str]:
     It is started by its path, which works without an activated environment.
     """
     words = [python, str(LAUNCHER), "--config_file", job.config]
-    words += ["--num_machines", str(job.nodes), "--num_processes", str(job.processes)]
+    words += ["--num_machines", str(job.nodes), "--num_processes", str(job.run.world_size)]
     if job.nodes == 1 and job.launched != "single":
         words += ["--main_process_port", "0"]  # any free port: two runs may share a machine
     return words
@@ -159,7 +133,7 @@ def preflight_command(job: Job, python: str, meeting: Sequence[str] = ()) -> lis
         return []
     # `python launch` runs the folder, as a script: this package need not be installed on the nodes.
     argv = [*quoted([python, str(SCRIPT.parent)]), "doctor"]
-    return [*argv, "--nodes", str(job.nodes), "--num_processes", str(job.processes), *meeting, "&&"]
+    return [*argv, "--nodes", str(job.nodes), "--num_processes", str(job.run.world_size), *meeting, "&&"]
 
 
 def quoted(words: Sequence[str]) -> list[str]:
@@ -187,6 +161,11 @@ def arguments(job: Job) -> list[str]:
 # --- Targets --------------------------------------------------------------------------------------
 
 
+def one_of(choices: str, help: str, default: str | None = None) -> Any:
+    """A flag of a target that takes one of these words."""
+    return field(default=default, metadata={"choices": tuple(choices.split()), "help": help})
+
+
 @dataclass(frozen=True)
 class Target:
     """Where a job can go: a frozen dataclass of the target's flags, with these methods.
@@ -199,8 +178,8 @@ class Target:
     WRITES_HERE: ClassVar[bool] = True  # the job writes to the output folder on this machine
     ASK_EVERY: ClassVar[float] = 0.2  # seconds between two questions for a job's state
 
-    def node(self, processes: int | None) -> Node:
-        """A node of the target, with one process per GPU unless `processes` says otherwise."""
+    def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
+        """Some nodes, with one process per GPU unless `processes` says otherwise."""
         raise NotImplementedError
 
     def render(self, job: Job) -> str:
@@ -242,42 +221,28 @@ class Target:
         if not following and not log.exists():
             state = cls.state(submission) or "the run has ended"
             raise mistake("logs", f"there is no {log}: {state}", f"recipes logs -f {shlex.quote(str(folder))}")
-        follow(log, lambda: not following or cls.is_over(cls.state(submission)), ask_every=cls.ASK_EVERY)
-
-    @classmethod
-    def last_line(cls, submission: Submission) -> str:
-        """The last line of the job's log, or the log's address."""
-        return last_line(Path(submission.log))
+        follow(log, lambda: not following or cls.is_over(cls.state(submission)), seconds=cls.ASK_EVERY)
 
 
-def follow(log: Path, ended: Callable[[], bool], start: int = 0, ask_every: float = 0.2) -> None:
-    """Copy the log to stdout from byte `start`, and what is added, until `ended()`.
-
-    The log may not exist yet. It is read more often than `ended`, every `ask_every` seconds.
+def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float = 0.2) -> None:
+    """Copy the log, which may not exist yet, to stdout from byte `start` until `ended()`, which is
+    asked every so many seconds.
     """
-    asked, done = float("-inf"), False
-    while True:
-        now = time.monotonic()
-        if now - asked >= ask_every:
-            asked, done = now, ended()  # before reading, so that the last lines are read too
-        added = b""
+    done = False
+    while not done:
+        done = ended()  # before reading, so that the last lines are read too
         with contextlib.suppress(FileNotFoundError), log.open("rb") as stream:
             stream.seek(start)
-            added = stream.read()
-        start += len(added)
-        sys.stdout.flush()
-        sys.stdout.buffer.write(added)
-        sys.stdout.buffer.flush()
-        if done:
-            return
-        time.sleep(min(0.2, ask_every))
+            sys.stdout.flush()
+            start += sys.stdout.buffer.write(stream.read())
+            sys.stdout.buffer.flush()
+        time.sleep(0 if done else seconds)
 
 
-def last_line(log: Path) -> str:
-    """The last line about a step, else the last line with text; or an empty string."""
-    try:
-        lines = [line.strip() for line in last_lines(log, 1000) if line.strip()]
-    except OSError:
-        return ""
+def last_line(log: str) -> str:
+    """The last line about a step, else the last line with text; the address of a log elsewhere."""
+    if not Path(log).is_file():
+        return log if "://" in log else ""
+    lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]
     about_steps = [line for line in lines if re.search(r"\bstep \d+", line)]
     return (about_steps or lines or [""])[-1][:80]

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from shlex import join, quote
+from shlex import join
 from types import FrameType
-from typing import IO
 
 from launch.host.processes import start
 from launch.host.secrets import without_secrets
-from launch.host.signals import EXIT_CODE
+from launch.host.signals import EXIT_CODE, PASSED_ON
 from launch.jobs.job import (
     Job,
-    Node,
     Target,
     arguments,
     checked_job,
     follow,
     launch_words,
+    one_of,
     preflight_command,
     quoted,
 )
 from launch.output import record
 from launch.output.submission import LOCAL_LOG, Submission, note
-from launch.terminal import plural
 from launch.training.failure import next_flags
-from recipes.errors import UserError, mistake
-from recipes.run import Json, with_flags
+from recipes.errors import mistake
+from recipes.run import Json, here, with_flags
 from recipes.run.hardware import read as read_hardware
+from recipes.run.place import Place
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,14 @@ class Local(Target):
 
     HELP = "this machine"
 
-    on_oom: str = field(
-        default="stop",
-        metadata={
-            "choices": ("next", "stop"),
-            "help": "out of memory: go on with the next smaller micro-batch, or only say which that is [stop]",
-        },
+    on_oom: str = one_of(
+        "next stop", "out of memory: go on with the next smaller micro-batch, or only say which that is [stop]", "stop"
     )
 
-    def node(self, processes: int | None = None) -> Node:
+    def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
         hardware = read_hardware()
-        return Node(hardware, processes or max(1, len(hardware.gpus)))
+        processes = processes or max(1, len(hardware.gpus))
+        return here(nodes * processes, accelerate_config, processes, hardware=hardware)
 
     def render(self, job: Job) -> str:
         """A bash script that becomes the launcher, which passes signals on to the ranks."""
@@ -63,26 +60,19 @@ class Local(Target):
         return "\n".join([*lines, "", *arguments(job), "", " ".join(start)]) + "\n"
 
     def send(self, text: str, job: Job) -> int:
-        """Run the job to its end. Returns its exit code."""
-        if not job.run.hardware.cuda:
-            print(f"no GPU here: {plural(job.processes, 'process')} on {job.run.hardware}", flush=True)
-        code = run_script(text, job)
-        return self._go_on_with_less(job, code) if self.on_oom == "next" else code
-
-    def _go_on_with_less(self, job: Job, code: int) -> int:
-        """Run again with less memory at the same global batch, until that is enough or
-        impossible.
+        """Run the job to its end, with `--on_oom next` again in less memory at the same global
+        batch, until that is enough or impossible. Returns the exit code.
         """
-        tried: list[Json] = []
-        while code not in (0, EXIT_CODE) and (attempt := next_flags(job.folder)) and attempt not in tried:
+        code, tried = run_script(text, job), list[Json]()
+        while self.on_oom == "next" and code not in (0, EXIT_CODE):
+            attempt = next_flags(job.folder)
+            if attempt is None or attempt in tried:
+                break
             tried.append(attempt)
             _, recipe, *argv = job.argv
-            again = Node(job.run.hardware, job.processes_per_node)
-            job = checked_job(recipe, with_flags(argv, attempt), again, 1, job.preflight, job.config)
+            job = checked_job(recipe, with_flags(argv, attempt), job.run.place, job.config, preflight=job.preflight)
             print(f"\nout of memory: again, with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
             code = run_script(without_secrets(self.render(job)), job)
-        if tried and code not in (0, EXIT_CODE):
-            print("\nno smaller micro-batch of the same global batch is left to try", file=sys.stderr)
         return code
 
     @classmethod
@@ -98,33 +88,31 @@ def run_script(text: str, job: Job) -> int:
     """Run a job's script. Its output is kept in the output folder and shown here.
 
     The output goes through a file and not a pipe: a run can outlive this process, and
-    `recipes logs` reads the file. Signals sent to this process reach the script's process group.
-    Returns the script's exit code.
-    Raises `UserError` if another run writes to the folder.
+    `recipes logs` reads the file. This process and those that it starts hold the file's lock.
+    Signals sent to this process reach the script's process group. Returns the script's exit code.
     """
     record.forget_out_of_memory(job.folder)  # of an earlier run
     path = job.folder / LOCAL_LOG
-    with _locked_log(path) as log:
-        submission = Submission("local", job.title, str(path.resolve()))
-        note(job.folder, submission)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("ab")
+    except OSError as error:
+        what = f"{path.parent} cannot be written: {error.strerror}"
+        raise mistake("output_dir", what, "choose a writable folder with --output_dir") from None
+    with log:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        note(job.folder, Submission("local", job.title, str(path.resolve())))
         end = path.stat().st_size  # of what earlier runs have printed
         process = start(["bash", "-c", text, "recipes"], log)
 
-    interrupts = 0
-
-    def pass_on(received: int, frame: FrameType | None) -> None:
-        """Stop the run. A second Ctrl-C kills it."""
-        nonlocal interrupts
-        interrupts += received == signal.SIGINT
-        if received == signal.SIGINT and interrupts == 1:
-            print("stopping, after the step in progress if any; Ctrl-C again kills", file=sys.stderr, flush=True)
+    def pass_on(number: int, frame: FrameType | None) -> None:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGQUIT if interrupts > 1 else signal.SIGTERM)
+            os.killpg(process.pid, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in PASSED_ON:
         signal.signal(number, pass_on)
     follow(path, lambda: process.poll() is not None, end)
-    note(job.folder, replace(submission, exit_code=process.returncode))
     return process.returncode
 
 
@@ -135,36 +123,9 @@ def is_written(path: Path) -> bool:
     except OSError:  # there is none
         return False
     try:
-        return not _lock(handle, fcntl.LOCK_SH)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # some file systems have no locks
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(handle)
-
-
-def _lock(handle: int, kind: int) -> bool:
-    """False if another process holds the lock. Some file systems have none."""
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _locked_log(path: Path) -> IO[bytes]:
-    """The log, opened to append. This process and those it starts hold its lock."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("ab")
-    except OSError as error:
-        what = f"{path.parent} cannot be written: {error.strerror}"
-        raise mistake("output_dir", what, "choose a writable folder with --output_dir") from None
-    if not _lock(log.fileno(), fcntl.LOCK_EX):
-        log.close()
-        raise in_use(path.parent)
-    return log
-
-
-def in_use(folder: Path) -> UserError:
-    fix = f"another --output_dir, or wait: recipes logs -f {quote(str(folder))}"
-    return mistake("output_dir", f"another run is writing to {folder}", fix)
+    return False

@@ -16,21 +16,21 @@ from launch.jobs.job import (
     ASSUMED_GPU,
     SCRIPT,
     Job,
-    Node,
     Target,
     arguments,
     launch_words,
     preflight_command,
     quoted,
-    refuse_fresh,
 )
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
 from recipes.errors import Problem, mistake
 from recipes.flags import flag
+from recipes.run import here
 from recipes.run.files import expanded
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
+from recipes.run.place import Place
 
 _SBATCH = "as sbatch takes it"
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
@@ -116,7 +116,7 @@ class Slurm(Target):
     """
 
     HELP = "a Slurm cluster, through sbatch"
-    ASK_EVERY = 10  # its controller serves many users
+    ASK_EVERY = 5  # its controller serves many users
 
     partition: str | None = flag(None, _SBATCH)
     account: str | None = flag(None, _SBATCH)
@@ -148,33 +148,27 @@ class Slurm(Target):
         """The nodes' own, if the job prepares one; or this interpreter, from a shared disk."""
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
-    def node(self, processes: int | None) -> Node:
-        """A node of the cluster, which cannot be looked at from here: its GPUs are assumed."""
+    def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
+        """Nodes of the cluster, which cannot be looked at from here: their GPUs are assumed."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
             what = f"{self.gpus_per_node!r} is not a count of GPUs of one type"
             raise mistake("gpus_per_node", what, "--gpus_per_node 4, or a100:4")
         gpus = int(found[1])
         processes = processes or max(1, gpus)
-        missing = []
+        words = None
         if not gpus:
-            missing = [
-                ("gpus_per_node", "is not given: the job has no GPU, and trains on CPU cores", "--gpus_per_node 4")
-            ]
+            words = "gpus_per_node", "is not given: the job has no GPU, and trains on CPU cores", "--gpus_per_node 4"
         elif not self.cpus_per_task:
             what = "is not given: the site decides how many cores load data, often one"
-            missing = [("cpus_per_task", what, f"--cpus_per_task {8 * processes}")]
-        print_problems([Problem(*words, severity="advice") for words in missing], console(stderr=True))
+            words = "cpus_per_task", what, f"--cpus_per_task {8 * processes}"
+        print_problems([Problem(*words, severity="advice")] if words else [], console(stderr=True))
         hardware = Hardware((ASSUMED_GPU,) * gpus, self.cpus_per_task or processes, liger=read_hardware().liger)
-        return Node(hardware, processes, None if self.python == sys.executable else frozenset())
+        packages = None if self.python == sys.executable else frozenset[str]()
+        return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=packages)
 
     def render(self, job: Job) -> str:
         """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""
-        refuse_fresh(job, "another --output_dir")
-        if re.search(r"[/%]", self.job_name or ""):  # Slurm would find no place for the log, and say nothing
-            raise mistake(
-                "job_name", f"{self.job_name} names the log too, without / and %", "letters, digits and .,:@+=-"
-            )
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
         directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}
@@ -209,12 +203,13 @@ class Slurm(Target):
         """The command of each node. The launcher is ours: accelerate's own dies of SIGUSR1, with a
         single process also of SIGTERM, and then Slurm kills the rank, which has not saved yet.
         """
-        launcher = quoted(launch_words(job, self.python))
+        launcher, meeting = quoted(launch_words(job, self.python)), []
         if job.nodes > 1:
-            launcher += [*_meeting('"$MASTER_PORT"'), "--rdzv_backend", "static", "--same_network"]
+            where = '--machine_rank "$SLURM_NODEID" --main_process_ip "$MASTER_ADDR" --main_process_port'
+            launcher += [f'{where} "$MASTER_PORT" --rdzv_backend static --same_network']
             if job.launched == "deepspeed":  # the default, pdsh, logs in to the other nodes
-                launcher += ["--deepspeed_multinode_launcher", "standard"]
-        meeting = _meeting('"$((MASTER_PORT - 10000))"') if job.nodes > 1 else []
+                launcher += ["--deepspeed_multinode_launcher standard"]
+            meeting = [f'{where} "$((MASTER_PORT - 10000))"']
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
@@ -233,9 +228,7 @@ class Slurm(Target):
 
     def send(self, text: str, job: Job) -> int:
         """Hand the script to sbatch. Raises `UserError` with Slurm's own message if it refuses."""
-        # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
-        job_id = _ask(["sbatch", "--parsable"], text, environment).strip().partition(";")[0]
+        job_id = _ask(["sbatch", "--parsable"], text).strip().partition(";")[0]
         log = Path.cwd() / f"{self.job_name or job.run.recipe.name}-{job_id}.log"  # as `--output=%x-%j.log` says
         submission = Submission("slurm", job.title, str(log), job_id)
         announce(job.folder, submission, {"log": str(log)}, cancel=f"scancel {job_id}")
@@ -255,12 +248,7 @@ class Slurm(Target):
         return state.partition(" ")[0] not in waiting_or_running
 
 
-def _meeting(port: str) -> list[str]:
-    """The flags by which the nodes meet, for bash."""
-    return ["--machine_rank", '"$SLURM_NODEID"', "--main_process_ip", '"$MASTER_ADDR"', "--main_process_port", port]
-
-
-def _ask(words: list[str], text: str = "", environment: dict[str, str] | None = None, forgotten: str = "") -> str:
+def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
     """The output of a command of Slurm's; empty if it fails and says `forgotten`.
 
     Raises `UserError` with Slurm's own message.
@@ -268,6 +256,8 @@ def _ask(words: list[str], text: str = "", environment: dict[str, str] | None = 
     if shutil.which(words[0]) is None:
         fix = "a login node of the cluster, or --dry_run and sbatch by hand"
         raise mistake("slurm", f"there is no {words[0]} on this machine", fix)
+    # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
     if done.returncode != 0 and not (forgotten and forgotten in done.stderr):
         message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", done.stderr).split())
@@ -292,8 +282,6 @@ def mounted(job: Job) -> list[str]:
     for text in texts:
         if text.startswith(("/", "~/", "..")):
             path = os.path.normpath(Path.cwd() / expanded(text))
-            is_folder = os.path.isdir(path) or text == job.run["output_dir"]  # noqa: PTH112
-            folder = path if is_folder else os.path.dirname(path)  # noqa: PTH120
-            if is_folder or os.path.isdir(folder):  # noqa: PTH112, Path.is_dir raises for a long text
-                found.append(folder)
+            existing = [*filter(os.path.isdir, (path, os.path.dirname(path)))]  # noqa: PTH120
+            found += [path] if text == job.run["output_dir"] else existing[:1]
     return [folder for folder in dict.fromkeys(found) if folder != "/"]

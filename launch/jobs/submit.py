@@ -16,11 +16,11 @@ from typing import Any
 
 from launch.flags import Parser, add_fields, given
 from launch.jobs.azure import Azure
-from launch.jobs.job import Job, Target, checked_job
-from launch.jobs.local import Local, in_use, is_written
+from launch.jobs.job import Job, Target, checked_job, last_line
+from launch.jobs.local import Local, is_written
 from launch.jobs.slurm import Slurm
 from launch.output import record
-from launch.output.submission import LOCAL_LOG, NAME, Submission, noted
+from launch.output.submission import NAME, Submission, noted
 from recipes.errors import UserError, mistake
 from recipes.rules.probe import probe_in_child
 from recipes.run.files import existing_path, nearest, read_yaml
@@ -49,10 +49,12 @@ def submit(
     a dry run is not, which takes no seconds.
     """
     if output and not dry_run:
-        raise mistake(
-            "output", "is for a dry run; this job would be submitted, not written", "--dry_run, or no --output"
-        )
-    job = checked_job(recipe, argv, target.node(processes_per_node), nodes, preflight, accelerate_config)
+        raise mistake("output", "is for a dry run; this job would be submitted", "--dry_run, or no --output")
+    place = target.place(processes_per_node, nodes, accelerate_config)
+    job = checked_job(recipe, argv, place, accelerate_config, getattr(target, "data", ()), preflight)
+    if job.run["fresh"] and not isinstance(target, Local):
+        what = "would move the run aside again at every restart of the job"
+        raise mistake("fresh", what, "another --output_dir, or --output_uri on Azure ML")
     text = target.render(job)
     first, _, rest = text.partition("\n")  # `#!` must be the first line
     text = f"{first}\n{comment}{rest}" if first.startswith("#!") else comment + text
@@ -68,15 +70,13 @@ def submit(
 
 def refuse_while_in_use(folder: Path) -> None:
     """Raises `UserError` if a run writes to the folder: a second one would only fail later."""
-    if is_written(folder / LOCAL_LOG):
-        raise in_use(folder)
     earlier = submitted(folder)
-    if earlier is None or not earlier.job:  # a run on this machine was found above
+    if earlier is None:
         return
-    target = TARGETS[earlier.target]
+    target, who = TARGETS[earlier.target], f"job {earlier.job}" if earlier.job else "another run"
     if target.WRITES_HERE and not target.is_over(target.state(earlier)):
-        fix = f"another --output_dir, or wait for its end: recipes logs -f {quote(str(folder))}"
-        raise mistake("output_dir", f"job {earlier.job} is still running and writes to {folder}", fix)
+        fix = f"another --output_dir, or wait: recipes logs -f {quote(str(folder))}"
+        raise mistake("output_dir", f"{who} is writing to {folder}", fix)
 
 
 def _show(text: str, job: Job, target: Target, file: str | None) -> int:
@@ -150,7 +150,7 @@ def from_site(site: Mapping[str, Any]) -> str:
     words: list[str] = []
     for name, value in site.items():
         words += [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}", str(value)]
-    return f"# From {site_file()}: {' '.join(join(words).splitlines())}\n" if site else ""
+    return f"# From {site_file()}: {join(words)}\n" if site else ""
 
 
 # --- How runs are doing ---------------------------------------------------------------------------
@@ -181,8 +181,7 @@ def newest(folder: Path) -> tuple[Path, Submission]:
 
 def _runs_in(folder: Path) -> list[Path]:
     """The folder itself if a run writes to it, and those in it, the newest first."""
-    inside = [folder, *(folder.iterdir() if folder.is_dir() else [])]
-    runs = [run for run in inside if (run / NAME).is_file() or (run / record.NAME).is_file()]
+    runs = [run for run in (folder, *folder.glob("*")) if (run / NAME).is_file() or (run / record.NAME).is_file()]
     if not runs:
         raise mistake("FOLDER", f"no run was submitted or started in {folder}", "the --output_dir of one")
     return sorted(runs, key=_begun, reverse=True)
@@ -210,7 +209,7 @@ def _described(folder: Path) -> tuple[str, str, str]:
         if outcome == "running":  # the run could not write anything else any more
             outcome = "ended unexpectedly (killed?)"
         state = ", ".join(word for word in (state, outcome) if word) or "ended, outcome unknown"
-    return where, state, target.last_line(submission)
+    return where, state, last_line(submission.log)
 
 
 def _outcome(folder: Path, submission: Submission | None) -> str:
@@ -219,6 +218,5 @@ def _outcome(folder: Path, submission: Submission | None) -> str:
     Empty if run.json is missing, or older than this submission.
     """
     content = record.read(folder)
-    if submission and str(content.get("ended", content.get("started", ""))) < submission.submitted:
-        return "failed before it trained" if submission.exit_code else ""
-    return str(content.get("status", ""))
+    is_older = submission and str(content.get("ended", content.get("started", ""))) < submission.submitted
+    return "" if is_older else str(content.get("status", ""))

@@ -20,16 +20,12 @@ KEPT_HERE = (NAME, LOCAL_LOG, FIT)
 
 @dataclass(frozen=True)
 class Submission:
-    """`job` is the id or name that the target gave the job, `log` a file or an address.
-
-    `exit_code` is that of a local run. None until it ends.
-    """
+    """`job` is the id or name that the target gave the job, `log` a file or an address."""
 
     target: str
     title: str
     log: str
     job: str = ""
-    exit_code: int | None = None
     submitted: str = field(default_factory=record.now)
     workspace: dict[str, str] = field(default_factory=dict)
 

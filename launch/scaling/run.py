@@ -90,7 +90,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
-        name = options.name or name_of(checked_job(None, argv, Local().node(1)).run)
+        name = options.name or name_of(checked_job(None, argv, Local().place(1)).run)
         found = points(argv, options.scaling, sizes=options.num_processes, recipes=options.recipe)
         _refuse_another_training(file, name, argv)
     else:
@@ -141,7 +141,7 @@ def points(
     sizes = sorted(set(sizes or _all_sizes()))
     found = []
     for recipe in recipes or ["standard"]:
-        batch = checked_job(recipe, argv, Local().node(1)).run.batch.total
+        batch = checked_job(recipe, argv, Local().place(1)).run.batch.total
         if "weak" in scaling and batch % sizes[-1]:
             what = f"a global batch of {batch} cannot be shared by {sizes[-1]} processes"
             raise mistake("global_batch_size", what, f"a multiple of {sizes[-1]}")
@@ -180,7 +180,7 @@ def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
         "measure": folder / TIMINGS,
         **point.changed,
     }
-    return checked_job(point.recipe, with_flags(argv, flags), Local().node(point.num_processes))
+    return checked_job(point.recipe, with_flags(argv, flags), Local().place(point.num_processes))
 
 
 def _measure_in_turns(

@@ -19,8 +19,7 @@ from rich.markup import escape
 
 from launch.host import memory
 from launch.host.files import storage_failure
-from launch.host.launcher import is_spoken_for
-from launch.host.signals import EXIT_CODE, Preempted, StopRequest, ignore_stop_requests
+from launch.host.signals import EXIT_CODE, Preempted, StopRequest, ignore_stop_requests, is_spoken_for
 from launch.host.world import RankHangs, World
 from launch.output import record
 from launch.output.checkpoints import newest_complete, newest_valid

@@ -24,37 +24,32 @@ BEST = "--load_best_model_at_end --metric_for_best_model loss --greater_is_bette
 SECONDS = 3  # a batch of an evaluation; there are 26
 
 
-class Slow:
-    """A model that evaluates slowly until it is told not to."""
-
-    def __init__(self, folder: Path, tiny_model: Path, texts: Path) -> None:
-        self.folder, self.texts = folder, texts
-        self.brake = Path(f"{folder}.slow")
-        self.flags = write_slowly_evaluated_model(folder, tiny_model, SECONDS)
-
-    def stopped(self, start: type[Run], output: Path, *flags: str, step: int) -> Run:
-        """A run that was told to stop while it evaluated after a step, which is saved."""
-        self.brake.touch()
-        words = [*self.flags, "--dataset_name", str(self.texts), "--max_length", "64", *STEPS, *flags]
-        with start(words, output) as run:
-            run.wait_for_output(f"step {step}/")
-            os.kill(run.ranks()[-1], signal.SIGTERM)
-            run.printed = run.end()
-        self.brake.unlink()
-        newest, damaged = newest_valid(output)
-        assert newest is not None and newest.step == step and not damaged
-        assert read_record(output)["status"] == "preempted"
-        assert "eval_loss" not in (newest.path / "trainer_state.json").read_text()
-        return run
-
-    def trained(self, output: Path, *flags: str):
-        """The same run to its end, in this process, and quickly."""
-        return train_here(self.folder, self.texts, output, "--trust_remote_code", *STEPS, *flags)
+@pytest.fixture
+def slow(tiny_model, texts, tmp_path):
+    """Flags of a training whose evaluations are slow as long as `model.slow` is there."""
+    (tmp_path / "model.slow").touch()
+    model = write_slowly_evaluated_model(tmp_path / "model", tiny_model, SECONDS)
+    return [*model, "--dataset_name", str(texts), "--max_length", "64", *STEPS]
 
 
 @pytest.fixture
-def slow(tiny_model, texts, tmp_path):
-    return Slow(tmp_path / "model", tiny_model, texts)
+def quick(slow, texts, tmp_path):
+    """Trains the same to its end in this process, and quickly."""
+    return lambda output, *flags: train_here(tmp_path / "model", texts, output, "--trust_remote_code", *STEPS, *flags)
+
+
+def stopped(start: type[Run], flags: list[str], output: Path, step: int) -> Run:
+    """A run that was told to stop while it evaluated after a step, which is saved."""
+    with start(flags, output) as run:
+        run.wait_for_output(f"step {step}/")
+        os.kill(run.ranks()[-1], signal.SIGTERM)
+        run.printed = run.end()
+    (output.parent / "model.slow").unlink()
+    newest, damaged = newest_valid(output)
+    assert newest is not None and newest.step == step and not damaged
+    assert read_record(output)["status"] == "preempted"
+    assert "eval_loss" not in (newest.path / "trainer_state.json").read_text()
+    return run
 
 
 def evaluations(record: dict) -> dict[int, float]:
@@ -66,10 +61,10 @@ def evaluations(record: dict) -> dict[int, float]:
     [([*EVERY_FOURTH, *BEST], 4), pytest.param(AT_THE_END, 8, marks=pytest.mark.slow)],
     ids=["in the training", "after the training"],
 )
-def test_an_evaluation_is_cut_short_and_made_up_for(flags, step, slow, tmp_path):
-    run = slow.stopped(Forked, tmp_path / "out", *flags, step=step)
+def test_an_evaluation_is_cut_short_and_made_up_for(flags, step, slow, quick, tmp_path):
+    run = stopped(Forked, [*slow, *flags], tmp_path / "out", step)
     assert run.process.exitcode == EXIT_CODE and f"told to stop by SIGTERM at step {step}" in run.printed
-    whole, again = (slow.trained(tmp_path / name, *flags) for name in ("whole", "out"))
+    whole, again = (quick(tmp_path / name, *flags) for name in ("whole", "out"))
     assert (again.code, again.record["status"]) == (0, "finished")
     assert again.record["eval_loss"] == whole.record["eval_loss"]
     if step == 4:
@@ -80,19 +75,19 @@ def test_an_evaluation_is_cut_short_and_made_up_for(flags, step, slow, tmp_path)
 
 @pytest.mark.slow
 def test_two_ranks_cut_it_after_the_same_batch(slow, tmp_path):
-    slow.stopped(TWO_RANKS, tmp_path / "out", *EVERY_FOURTH, step=4)
-    words = [*slow.flags, "--dataset_name", str(slow.texts), "--max_length", "64", *STEPS, *EVERY_FOURTH]
-    whole, again = (launch_quickly(*words, output=tmp_path / name) for name in ("whole", "out"))
+    stopped(TWO_RANKS, [*slow, *EVERY_FOURTH], tmp_path / "out", 4)
+    whole, again = (launch_quickly(*slow, *EVERY_FOURTH, output=tmp_path / name) for name in ("whole", "out"))
     assert again.code == 0, again.output
     assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
     assert evaluations(again.record) == pytest.approx(evaluations(whole.record), rel=1e-6)
 
 
-def test_a_moved_output_folder_keeps_its_best_model(slow, tmp_path):
+def test_a_moved_output_folder_keeps_its_best_model(slow, quick, tmp_path):
     """As in a cloud, where every start mounts the same folder elsewhere."""
+    (tmp_path / "model.slow").unlink()
     flags = [*EVERY_FOURTH, *BEST, "--save_total_limit", "2"]
-    first = slow.trained(tmp_path / "one", *flags)
+    first = quick(tmp_path / "one", *flags)
     (tmp_path / "one" / "run.json").unlink()  # it was stopped after its last step
     (tmp_path / "one").rename(tmp_path / "two")
-    again = slow.trained(tmp_path / "two", *flags)
+    again = quick(tmp_path / "two", *flags)
     assert again.record["model_step"] == first.record["model_step"] == 4

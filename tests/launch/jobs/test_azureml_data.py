@@ -91,26 +91,15 @@ def test_a_refusal_a_missing_login_and_a_missing_workspace_are_one_line(workspac
 # --- Every form of --data -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("uri", "kind"),
-    [
-        (f"{STORE}/a/file.jsonl", "uri_file"),
-        (f"{STORE}/a/v1.2", "uri_folder"),
-        ("wasbs://box@lab.blob.core.windows.net/parts", "uri_folder"),
-    ],
-)
-def test_a_uris_own_form_says_whether_it_is_a_file(uri, kind, empty):
-    data = sent(dry_run("--data", uri, training=MODEL))["inputs"]["data"]
-    assert (data["jobInputType"], data["uri"]) == (kind, uri)
-
-
-def test_a_mixture_has_an_input_for_each_part_and_data_type_says_what_an_asset_is(workspace):
-    assert main([*SUBMIT, "--data", "azureml:rows:1", f"{STORE}/a.csv", "--", *MODEL]) == 0
+def test_each_part_is_an_input_and_its_form_or_data_type_says_whether_it_is_a_file(workspace):
+    parts = ["azureml:rows:1", f"{STORE}/a.csv", f"{STORE}/v1.2", "wasbs://box@lab.blob.core.windows.net/parts"]
+    assert main([*SUBMIT, "--data", *parts, "--", *MODEL]) == 0
     (body,) = workspace.jobs.values()
     kinds = {name: entry["jobInputType"] for name, entry in body["inputs"].items() if name.startswith("data")}
-    assert kinds == {"data": "uri_folder", "data_2": "uri_file"}
+    assert kinds == {"data": "uri_folder", "data_2": "uri_file", "data_3": "uri_folder", "data_4": "uri_folder"}
     assert body["inputs"]["data"]["uri"].endswith("/data/rows/versions/1")
-    assert "--dataset_name ${{inputs.data}} ${{inputs.data_2}}" in body["command"]
+    assert body["inputs"]["data_4"]["uri"] == parts[3]
+    assert "--dataset_name ${{inputs.data}} ${{inputs.data_2}} ${{inputs.data_3}}" in body["command"]
     file = sent(dry_run("--data", "azureml:rows:1", "--data_type", "uri_file", training=MODEL))["inputs"]["data"]
     assert file["jobInputType"] == "uri_file"
 

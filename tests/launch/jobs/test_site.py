@@ -28,12 +28,6 @@ def test_the_command_line_wins_over_its_values_and_the_dry_run_says_so(write, ca
     assert not any("partition=" in line for line in dry_run(capsys, "slurm", "--partition", ""))
 
 
-def test_a_value_of_several_lines_stays_in_its_comment(write, capsys):
-    write('slurm: {venv: "/a\\ntouch broken", module: ["b\\u2028c"]}')
-    script = dry_run(capsys, "slurm")
-    assert script[1].startswith("# From") and script[2].startswith("#SBATCH")
-
-
 def test_values_are_read_as_they_are_written_for_every_target(write, capsys):
     """To YAML 8:00:00 is 28800, 010 is 8, and `on` is true."""
     text = "slurm:\n  time: 8:00:00\n  account: 010\n  gpus-per-node: 4\n  partition: on\n  module: cuda\n  qos:\n"
@@ -50,16 +44,13 @@ def test_values_are_read_as_they_are_written_for_every_target(write, capsys):
         ("slurm: {partiton: gpu}", "partiton: is not a flag of `recipes submit slurm`"),
         ("slrum: {partition: gpu}", "slrum: is not a target"),
         ("slurm: {cpus_per_task: many}", "'many' is not a whole number of at least 1"),
-        ("slurm: {partition: [a, b]}", "b: is not a flag of"),
         ("slurm: gpu", "slurm: holds no flags"),
-        ("azureml: {spot: maybe}", "maybe"),
         ("local: {on_oom: never}", "invalid choice: 'never'"),
     ],
 )
 def test_a_mistake_is_named_with_its_file(text, what, write, capsys):
     write(text)
-    target = next((name for name in ("azureml", "local") if text.startswith(name)), "slurm")
-    assert main(["submit", target, "--dry_run"]) == 2
+    assert main(["submit", "local" if text.startswith("local") else "slurm", "--dry_run"]) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert what in printed and "site.yaml" in printed
 

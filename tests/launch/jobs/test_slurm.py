@@ -1,18 +1,16 @@
 """Runs on a real Slurm: a private cluster of two nodes, started here, used as a user would.
 
-Neither apptainer nor pyxis is installed here: stand-ins check their options and run the command.
+Apptainer is not installed here: a stand-in runs the command on the PATH of an image.
 """
 
 import json
 import os
-import re
-import shutil
 import signal
+import sys
 
 import psutil
 import pytest
 
-from tests.support.containers import stand_in
 from tests.support.running import Outcome, losses, read_record, train_here
 from tests.support.slow_model import write_slow_model
 from tests.support.slurm import NEEDS_SLURM, Cluster, log, recipes, submit
@@ -20,7 +18,13 @@ from tests.support.slurm import NEEDS_SLURM, Cluster, log, recipes, submit
 pytestmark = NEEDS_SLURM
 
 STEPS = "--learning_rate 1e-3 --logging_steps 1 --save_steps 1000 --max_length 64".split()
-IMAGES = {"": "", "apptainer": "/images/training.sif", "srun": "registry#lab/training:1"}
+APPTAINER = """\
+#!/bin/bash
+echo "$*" >> {site}/note
+while [[ $1 != *.sif ]]; do shift; done
+shift
+PATH={site}/image:/usr/bin:/bin exec "$@"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +68,20 @@ def test_a_job_of_two_nodes_trains(cluster, tiny_model, texts, tmp_path):
 # --- Preempted by a job of higher priority, and requeued, also in containers ----------------------
 
 
-@pytest.fixture(scope="module", params=IMAGES)
+@pytest.fixture(scope="module", params=["", "/images/training.sif"])
 def preempted(request, cluster, slow_flags, tmp_path_factory):
     """A run of two nodes: its folder and submission. With a container, the site file names it."""
-    image, site = IMAGES[request.param], tmp_path_factory.mktemp("site")
+    site = tmp_path_factory.mktemp("site")
     variables = {"XDG_CONFIG_HOME": str(site), "HF_HOME": f"{site}/hf"}
-    if image:
-        tools = stand_in(request.param, site, srun=shutil.which("srun") or "")
-        variables["PATH"] = f"{tools}:{os.environ['PATH']}"
-        (site / "mine").mkdir()
-        (site / "accelerate-recipes").mkdir()
-        flags = {"partition": "low", "container_image": image, "container_mounts": str(site / "mine")}
+    if request.param:
+        for name in ("bin", "image", "mine", "accelerate-recipes"):
+            (site / name).mkdir()
+        (site / "bin" / "apptainer").write_text(APPTAINER.format(site=site))
+        (site / "image" / "python3").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+        for tool in ("bin/apptainer", "image/python3"):
+            (site / tool).chmod(0o755)
+        variables["PATH"] = f"{site}/bin:{os.environ['PATH']}"
+        flags = {"partition": "low", "container_image": request.param, "container_mounts": str(site / "mine")}
         (site / "accelerate-recipes" / "site.yaml").write_text(json.dumps({"slurm": flags}))
     (site / "work").mkdir()
     words = ["--nodes", "2", "--time", "1:00:00", "--", *slow_flags]
@@ -82,7 +89,7 @@ def preempted(request, cluster, slow_flags, tmp_path_factory):
     cluster.wait_for_step(site / "work", 5)
     cluster.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3")
     assert cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log(site / "work")
-    assert not image or image in (site / "note").read_text()  # it ran there, and saw what the run names
+    assert not request.param or f"{site}/mine:{site}/mine" in (site / "note").read_text()
     return site / "work", outcome
 
 
@@ -122,7 +129,7 @@ def test_a_cancelled_run_is_found_again_has_saved_and_stays_cancelled(cluster, s
     job, submitted = submit(cluster, tmp_path, "--nodes", "2", "--", *slow_flags)
     second, refused = submit(cluster, tmp_path, "--", *slow_flags)
     assert (second, refused.code) == ("", 2)
-    assert f"job {job} is still running and writes to run" in refused.output
+    assert f"job {job} is writing to run" in refused.output
     cluster.wait_for_step(tmp_path, 3)
     running = recipes(cluster, tmp_path, "status", "run").output
     assert "recipes logs -f run" in submitted.output
@@ -145,24 +152,7 @@ def test_a_killed_rank_ends_the_job_on_every_node(cluster, slow_flags, tmp_path)
     cluster.wait_until("the end of the other rank", lambda: not ranks_in(tmp_path))
 
 
-# --- What Slurm is told, and what it says ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "what"),
-    [
-        ("--partition nowhere", "invalid partition specified: nowhere"),
-        ("--time 8h", "Invalid --time specification"),
-    ],
-)
-def test_what_slurm_refuses_is_its_own_sentence_in_one_line(flags, what, cluster, tmp_path):
-    job, outcome = submit(cluster, tmp_path, *flags.split())
+def test_what_slurm_refuses_is_its_own_sentence_in_one_line(cluster, tmp_path):
+    job, outcome = submit(cluster, tmp_path, "--partition", "nowhere")
     assert (job, outcome.code) == ("", 2)
-    assert "Slurm says: " in outcome.output and what in outcome.output
-
-
-def test_a_silent_controller_is_one_line(cluster, tmp_path):
-    conf = (cluster.folder / "slurm.conf").read_text()
-    (tmp_path / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", conf) + "MessageTimeout=2\n")
-    _, outcome = submit(cluster, tmp_path, SLURM_CONF=str(tmp_path / "slurm.conf"))
-    assert outcome.code == 2 and "scontrol ping" in outcome.output.splitlines()[-1]
+    assert "Slurm says: " in outcome.output and "invalid partition specified: nowhere" in outcome.output

@@ -199,7 +199,7 @@ HARMLESS = [
 @pytest.mark.parametrize("text", [*HOLD_A_SECRET, *HARMLESS], ids=lambda text: text[:30])
 def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text):
     recorded = secrets.recorded_text(text)  # and does not take hours
-    assert recorded[:100] == (secrets.hashed(text) if text in HOLD_A_SECRET else text)[:100]
+    assert recorded.startswith(HIDDEN) if text in HOLD_A_SECRET else recorded[:100] == text[:100]
     assert text not in HOLD_A_SECRET or "Jal" not in recorded
 
 

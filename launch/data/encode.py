@@ -15,16 +15,13 @@ from datasets import Dataset, DatasetInfo, Features
 
 from launch.data.batches import IGNORED
 from launch.data.chats import Chat, read_chat
-from launch.data.columns import ALPACA, CHATS, COMPLETIONS, IDS, Format, column_problems, formats
+from launch.data.columns import ALPACA, CHATS, COMPLETIONS, IDS, Format, formats
 from recipes.errors import UserError, mistake, one_line
-from recipes.mixture import Part
 from recipes.run import Settings
 
 Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels: the same list if all is learned
 
 _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
-TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the second
-
 
 # https://github.com/tatsu-lab/stanford_alpaca, train.py: for models without a chat template
 _STANFORD = (
@@ -57,9 +54,6 @@ def encode_rows(
 
     `first` is the number of the first row in its split, so that a mistake can name its row.
     """
-    texts = {name: getattr(kind, "dtype", None) in TEXT_TYPES for name, kind in features.items()}
-    if wrong := column_problems(run, Part(""), texts):
-        raise UserError(*wrong)
     known = formats(run, features)
     columns = _in_python(rows.select(list({*chain(*known), *_BESIDE} & {*features})), features)
     found: list[Any] = []
@@ -69,7 +63,8 @@ def encode_rows(
         try:
             found.append(own and _read(row, own, run, tokenizer))
         except UserError as error:
-            raise error if first is None else _of_row(error, first + number) from None
+            where = "" if first is None else f"row {first + number + 1:,}: "
+            raise UserError(*(replace(one, what=where + one.what) for one in error.problems)) from None
     tokens: list[Tokens] = [one if isinstance(one, tuple) else ([], []) for one in found]
     for kind, encode in ((Text, _encode_texts), (Chat, _encode_chats)):
         places = [place for place, one in enumerate(found) if isinstance(one, kind)]
@@ -82,10 +77,6 @@ def _in_python(rows: pyarrow.Table, features: Features) -> dict[str, list]:
     """The columns as `datasets` reads them: it knows JSON in a column."""
     info = DatasetInfo(features=Features({name: features[name] for name in rows.column_names}))
     return Dataset(rows, info, fingerprint="a few rows")[:]  # or it computes one
-
-
-def _of_row(error: UserError, number: int) -> UserError:
-    return UserError(*(replace(one, what=f"row {number + 1:,}: {one.what}") for one in error.problems))
 
 
 def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text | Chat | Tokens | None:

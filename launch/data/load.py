@@ -12,12 +12,12 @@ from datasets import Dataset
 
 from launch.data.batches import IGNORED, Example, Pad, Stack
 from launch.data.labels import Labelled, Target, labelled, recognise
-from launch.data.mixture import Weights, mixed, of_parts, taken, tokens_of_parts
+from launch.data.mixture import Weights, mixed, of_parts, taken
 from launch.data.packing import Cut, Joined, Packs, in_rows, nothing_to_learn, teaches
-from launch.data.streams import WINDOW, Stream, open_part, readers_of, stream_of
-from launch.data.tokens import Tokenized, lengths_of, numbers_of
+from launch.data.streams import Stream, described, open_part, stream_of
+from launch.data.tokens import lengths_of, numbers_of, tokenized
 from launch.host.world import World
-from recipes.errors import UserError, mistake, plural
+from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
@@ -70,21 +70,36 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     called before a process group is joined, whose time-outs would end them. `classes` are the names
     that the model was trained to tell apart, in its order.
     """
-    if run["dataset_streaming"]:
-        return _streamed(run, tokenizer)
-    is_classifier = run["task"] == "sequence_classification"
+    is_classifier, streams = run["task"] == "sequence_classification", run["dataset_streaming"]
     if is_classifier and not run["dataset_name"]:
         raise mistake("dataset_name", "is missing: classification needs labelled texts", "--dataset_name FILE_OR_ID")
-    parts, tokens = zip(*tokens_of_parts(run, tokenizer), strict=True)
+    parts, tokens = zip(*of_parts(run, tokenizer, open_part if streams else tokenized), strict=True)
     target = recognise(run, tokens[0].train, classes) if is_classifier else None
-    weights = [part.weight for part in parts]
-    rows, counts, sizes = _rows(run, tokenizer, [one.train for one in tokens], "dataset_train_split", weights, target)
-    often = taken(sizes, weights)
-    lines = [
-        f"{part}: {size:,} examples{f' x {count / size:,.2f}' if count > size else ''}, {count / sum(often):.1%} of all"
-        for part, size, count in zip(parts, sizes, often, strict=True)
-    ]
-    return _data(run, tokenizer, rows, counts, lines, tokens, target)
+    train: Rows | Stream
+    if streams:
+        train, lines = stream_of(run, tokenizer, [one.train for one in tokens]), []
+        words = described(run, train)
+    else:
+        weights = [part.weight for part in parts]
+        examples = [one.train for one in tokens]
+        train, words, sizes = _rows(run, tokenizer, examples, "dataset_train_split", weights, target)
+        counts = taken(sizes, weights)
+        lines = [
+            f"{part}: {size:,} examples, {count / sum(counts):.1%} of all"
+            for part, size, count in zip(parts, sizes, counts, strict=True)
+        ]
+    text = "\n".join([f"{title(run['dataset_name']) or 'stdlib source'}, {words}", *(lines if lines[1:] else [])])
+    evaluation = None
+    if held_out := [one.eval for one in tokens if one.eval is not None]:
+        evaluation, words, _ = _rows(run, tokenizer, held_out, "dataset_test_split", [None], target)
+        text += f"\nevaluation: {words}"
+    elif run["eval_strategy"] != "no":
+        raise UserError(nothing_to_evaluate_on("its parts have only train", streams))
+    # Padding is masked, so any token works.
+    collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
+    commit = ", ".join(one.commit for one in tokens if one.commit) or None
+    labels, kind = (target.names, target.problem_type) if target else (None, None)
+    return Data(train, evaluation, collator, text, labels, commit, kind)
 
 
 def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:
@@ -95,46 +110,6 @@ def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Datase
         return torch.utils.data.Subset([rows.longest], [0] * count)  # type: ignore[arg-type]
     longest = 0 if isinstance(rows, (Packs, Joined)) else int(lengths_of(rows.examples).argmax())
     return torch.utils.data.Subset(rows, [longest] * count)
-
-
-def _streamed(run: RunSpec, tokenizer) -> Data:
-    opened = of_parts(run, lambda part: open_part(run, tokenizer, part))
-    parts, tokens = zip(*(found for _, found in opened), strict=True)
-    stream = stream_of(run, tokenizer, parts)
-    order = f"shuffled within {WINDOW:,} rows" if stream.shuffles else "in their order"
-    packing = f", packed into sequences of {run['max_length']:,} tokens" if run["packing"] else ""
-    dealt = f"{plural(sum(stream.shards), 'shard')} for {plural(readers_of(run), 'reader')}"
-    lines = [
-        f"{part.source.part}: {stream.share(number):.1%} of all, {plural(shards, 'shard')}"
-        for number, (part, shards) in enumerate(zip(parts, stream.shards, strict=True))
-    ]
-    return _data(run, tokenizer, stream, f"streamed: {dealt}, {order}{packing}", lines, tokens)
-
-
-def _data(
-    run: RunSpec,
-    tokenizer,
-    train: Rows | Stream,
-    counts: str,
-    lines: Sequence[str],
-    tokens: Sequence[Tokenized],
-    target: Target | None = None,
-) -> Data:
-    """The data to train on, of which `counts` and for each part of a mixture one of the `lines`
-    tell a person, with what there is to evaluate on.
-    """
-    text = "\n".join([f"{title(run['dataset_name']) or 'stdlib source'}, {counts}", *(lines if lines[1:] else [])])
-    evaluation = None
-    if held_out := [one.eval for one in tokens if one.eval is not None]:
-        evaluation, counts, _ = _rows(run, tokenizer, held_out, "dataset_test_split", [None], target)
-        text += f"\nevaluation: {counts}"
-    elif run["eval_strategy"] != "no":
-        raise UserError(nothing_to_evaluate_on("its parts have only train", run["dataset_streaming"]))
-    # Padding is masked, so any token works.
-    collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
-    commit = ", ".join(one.commit for one in tokens if one.commit) or None
-    labels, kind = (target.names, target.problem_type) if target else (None, None)
-    return Data(train, evaluation, collator, text, labels, commit, kind)
 
 
 def _rows(

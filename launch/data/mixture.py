@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import datasets
 import numpy as np
@@ -23,22 +23,18 @@ from recipes.errors import UserError
 from recipes.mixture import Part, parts_of_run
 from recipes.run import RunSpec
 
-Found = TypeVar("Found")
 Weights = Sequence[float | None]  # of each part, or of none
 
 
-def tokens_of_parts(run: RunSpec, tokenizer) -> list[tuple[Part, Tokenized]]:
-    """Each part of the run's data with its tokens. Raises as `tokenized` does."""
-    return of_parts(run, lambda part: tokenized(run, tokenizer, part))
-
-
-def of_parts(run: RunSpec, read: Callable[[Part], Found]) -> list[tuple[Part, Found]]:
-    """Each part of the run's data, with what `read` makes of it. The demonstration has no name."""
+def of_parts(
+    run: RunSpec, tokenizer, read: Callable[[RunSpec, Any, Part], Tokenized] = tokenized
+) -> list[tuple[Part, Tokenized]]:
+    """Each part of the run's data with its tokens. The demonstration has no name."""
     parts = parts_of_run(run) or [Part("")]
     found = []
     for part in parts:
         with naming(part.name, len(parts) == 1):
-            found.append((part, read(part)))
+            found.append((part, read(run, tokenizer, part)))
     return found
 
 

@@ -10,7 +10,7 @@ anything to learn, and joins within each thousand examples only.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -71,9 +71,11 @@ class Packs(_Made):
     each is ignored: the token before it is another's.
     """
 
-    order: np.ndarray
-    starts: np.ndarray
     padding: int = 0  # a token: nothing is learned of it, and nothing sees it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.order, self.starts = best_fit(lengths_of(self.examples), self.length)
 
     def __str__(self) -> str:
         full = np.minimum(lengths_of(self.examples), self.length).sum() / (len(self) * self.length)
@@ -108,7 +110,9 @@ class Joined(_Made):
     out.
     """
 
-    ends: np.ndarray = field(repr=False)  # of each example, in the joined tokens
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ends = lengths_of(self.examples).cumsum()  # of each example, in the joined tokens
 
     def __str__(self) -> str:
         rest = int(self.ends[-1]) - len(self) * self.length
@@ -159,17 +163,7 @@ def in_rows(run: Settings, examples: Dataset, padding: int) -> Cut | Packs | Joi
     length = run["max_length"]
     if not run["packing"]:
         return Cut(examples, length)
-    return joined(examples, length) if joins(run) else packed(examples, length, padding)
-
-
-def packed(examples: Dataset, length: int, padding: int = 0) -> Packs:
-    """All examples, each cut to `length` tokens, in as few rows as best fit finds."""
-    return Packs(examples, length, *best_fit(lengths_of(examples), length), padding)
-
-
-def joined(examples: Dataset, length: int) -> Joined:
-    """All examples end to end, cut into rows of `length` tokens."""
-    return Joined(examples, length, lengths_of(examples).cumsum())
+    return Joined(examples, length) if joins(run) else Packs(examples, length, padding)
 
 
 def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:

@@ -32,7 +32,7 @@ from launch.data.batches import IGNORED, Example
 from launch.data.mixture import evenly, naming
 from launch.data.packing import in_rows, joins, nothing_to_learn, teaches
 from launch.data.tokens import Encoder, Tokenized, token_table, tokenized
-from recipes.errors import StreamBroke, UserError
+from recipes.errors import StreamBroke, UserError, plural
 from recipes.mixture import Part
 from recipes.run import Json, RunSpec, Settings
 
@@ -164,7 +164,13 @@ def stream_of(run: RunSpec, tokenizer, parts: Sequence[Encoder]) -> Stream:
     )
 
 
-def open_part(run: RunSpec, tokenizer, part: Part) -> tuple[Encoder, Tokenized]:
+def described(run: RunSpec, stream: Stream) -> str:
+    order = f"shuffled within {WINDOW:,} rows" if stream.shuffles else "in their order"
+    packing = f", packed into sequences of {run['max_length']:,} tokens" if run["packing"] else ""
+    return f"streamed: {plural(sum(stream.shards), 'shard')} for {plural(readers_of(run), 'reader')}, {order}{packing}"
+
+
+def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """A part to train on as a stream, and its tokens to evaluate on, which are made once and kept.
     Raises `UserError` for what the user can correct.
     """
@@ -175,13 +181,13 @@ def open_part(run: RunSpec, tokenizer, part: Part) -> tuple[Encoder, Tokenized]:
     rows = splits[wanted["dataset_train_split"]]
     if rows.num_shards % readers_of(run):
         rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
-    encode = Encoder(sources.source_of(part, rows), _plain(run), tokenizer)
+    encode = Encoder(sources.source_of(run, part, rows), _plain(run), tokenizer)
     if (first := next(encode.source.tables(WINDOW), None)) is not None:
         encode(first[0], 0)  # what is wrong with its columns is said before a model is loaded
     evaluation = None
     if test := wanted.get("dataset_test_split"):
         evaluation = tokenized(run.given_too(dataset_test_split=test), tokenizer, replace(part, split=test)).eval
-    return encode, Tokenized(None, evaluation, commit)
+    return Tokenized(encode, evaluation, commit)
 
 
 def _plain(run: RunSpec) -> Settings:

@@ -358,13 +358,3 @@ def test_what_is_only_for_one_format_is_refused_for_the_others(flag, rows, fix, 
 )
 def test_token_ids_that_would_train_something_else_are_refused(row, what, tmp_path, tokenizer):
     assert what in problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer).what
-
-
-def test_the_fix_for_a_missing_text_column_names_only_columns_with_texts(tmp_path, tokenizer):
-    rows = [{"body": "a", "title": "b", "pages": 3, "tags": ["x"]}]
-    found = problem(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer)
-    assert found.fix.startswith(
-        "--dataset_text_field with one of body, title; or --dataset_columns OLD=NEW, to have messages, conversations"
-    )
-    nothing = problem(run_with(dataset_name=jsonl(tmp_path, [{"pages": 3}], "numbers.jsonl")), tokenizer)
-    assert "--dataset_text_field" not in nothing.fix

@@ -90,7 +90,7 @@ def test_the_description_has_a_line_for_each_part(tmp_path, tokenizer):
     assert first == f"{long}, {short}, 12 examples of 2 tokens, the longest 2"
     assert lines == [
         f"{long}: 8 examples, 66.7% of all",
-        f"{short}: 2 examples x 2.00, 33.3% of all",
+        f"{short}: 2 examples, 33.3% of all",
     ]
 
 

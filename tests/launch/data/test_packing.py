@@ -19,7 +19,7 @@ from transformers import (
 
 from launch.data.batches import IGNORED, Stack
 from launch.data.load import load_data
-from launch.data.packing import best_fit, joined, packed
+from launch.data.packing import Joined, Packs, best_fit
 from launch.data.tokens import token_table
 from launch.training.batches import tokens_of
 from launch.training.model import load_tokenizer
@@ -74,7 +74,7 @@ def test_each_example_has_one_place_and_it_is_the_best_fit(lengths, limit):
 @given(documents, st.integers(4, 50))
 def test_a_row_holds_whole_examples_and_padding_and_no_first_token_is_learned(rows, length):
     found = []
-    for row in packed(examples(rows), length, padding=259):
+    for row in Packs(examples(rows), length, padding=259):
         assert {len(column) for column in row.values()} == {length}
         ids, positions = row["input_ids"].tolist(), row["position_ids"].tolist()
         starts = [place for place, position in enumerate(positions) if position == 0]
@@ -89,7 +89,7 @@ def test_a_row_holds_whole_examples_and_padding_and_no_first_token_is_learned(ro
 @settings(max_examples=50, deadline=None)
 @given(documents, st.integers(4, 50), st.integers(1, 4))
 def test_padding_is_not_counted(rows, length, micro):
-    packs = packed(examples(rows), length, padding=259)
+    packs = Packs(examples(rows), length, padding=259)
     batch = Stack()([packs[number] for number in range(min(micro, len(packs)))])
     assert tokens_of(batch) == (batch["input_ids"] != 259).sum()
 
@@ -112,7 +112,7 @@ def model_of(name, attention):
 
 
 def batch_of(rows, length=16):
-    packs = packed(examples(rows), length)
+    packs = Packs(examples(rows), length)
     return Stack()([packs[number] for number in range(len(packs))])
 
 
@@ -150,7 +150,7 @@ def test_one_example_changes_no_other_with_flex_attention(name):
 
 
 def test_flash_attention_is_told_where_examples_begin():
-    packs = packed(examples(ROWS), 16)
+    packs = Packs(examples(ROWS), 16)
     batch = Stack(flash=True)([packs[0], packs[1]])
     starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
     assert batch["cu_seq_lens_q"].tolist()[: len(starts)] == starts
@@ -190,7 +190,7 @@ def test_a_training_has_the_losses_of_its_examples_one_by_one(tiny_model, texts,
 
 
 def wrapped(rows, length):
-    return [row["input_ids"].tolist() for row in joined(examples(rows), length)]
+    return [row["input_ids"].tolist() for row in Joined(examples(rows), length)]
 
 
 @settings(max_examples=25, deadline=None)

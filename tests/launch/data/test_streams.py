@@ -148,16 +148,10 @@ def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, t
         assert list(map(_plain, first(goes_on, 5))) == list(map(_plain, examples[stop : stop + 5])), stop
 
 
-def test_the_description_has_a_line_for_each_part(parts, tokenizer):
+def test_the_description_counts_shards_and_readers(parts, tokenizer):
     run = run_with(dataset_name=parts, dataloader_num_workers=2, **STREAM)
-    text, *lines = load_data(run, tokenizer).description.splitlines()
+    text = load_data(run, tokenizer).description
     assert text.endswith(" and 1 more, streamed: 706 shards for 2 readers, shuffled within 1,000 rows")
-    assert [line.rpartition(": ")[2] for line in lines] == [
-        "42.9% of all, 4 shards",
-        "35.7% of all, 700 shards",
-        "14.3% of all, 1 shard",
-        "7.1% of all, 1 shard",
-    ]
 
 
 def test_a_mistake_names_its_part(tmp_path, tokenizer):
@@ -167,7 +161,7 @@ def test_a_mistake_names_its_part(tmp_path, tokenizer):
     def run(*chosen):
         return run_with(dataset_name=[{"name": names[name], "weight": 1} for name in chosen], **STREAM)
 
-    assert problem(run("good", "other"), tokenizer).what.startswith(f"{names['other']}: there is no column 'text'")
+    assert problem(run("good", "other"), tokenizer).what == f"there is no column 'text'; {names['other']} has words"
     (example,) = load_data(run("good", "empty"), tokenizer).train
     assert f"{names['empty']}: there is nothing to learn" in str(example[PLACE])
 

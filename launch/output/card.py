@@ -34,6 +34,8 @@ def write_card(run: RunSpec, results: Json) -> None:
         eval_results=[EvalResult(task, data, data, metric, value) for metric, value in metrics.items()] or None,
     )
     figures = {"steps": results["global_step"], "training loss": results.get("final_loss"), **metrics}
+    texts = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in figures.items()}
+    rows = "\n".join(f"| {name} | {text} |" for name, text in texts.items() if text is not None)
     text = f"""---
 {described.to_yaml()}
 ---
@@ -45,11 +47,6 @@ run.json beside this file holds every setting, versions and hardware.
 
 | result | value |
 |---|---|
-{_rows(figures)}
+{rows}
 """
     ModelCard(text).save(file)
-
-
-def _rows(figures: Json) -> str:
-    texts = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in figures.items()}
-    return "\n".join(f"| {name} | {text} |" for name, text in texts.items() if text is not None)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,38 +18,19 @@ from launch.output import other_world, record, submission
 from launch.output.checkpoints import (
     Checkpoint,
     archive_damaged,
-    epoch_of,
     inspect,
     manifest_of,
     model_notes,
-    new_run,
     newest_valid,
     numbered,
     remove,
 )
+from launch.output.record import Earlier, new_run
 from launch.terminal import memory_size
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.run import Json, RunSpec, fingerprints
 from recipes.scaling.timings import require_room
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The run that the folder already holds, if any.
-
-    `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person. `kept` is what the record of this start takes from the one before, `identity`
-    that of the run that goes on, or begins.
-    """
-
-    checkpoint: Path | None = None
-    step: int = 0
-    finished: bool = False
-    notes: list[str] = field(default_factory=list)
-    kept: Json = field(default_factory=dict)
-    identity: Json = field(default_factory=new_run)
-
 
 # --- The folder -----------------------------------------------------------------------------------
 
@@ -115,7 +94,7 @@ def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
     if free <= needed_bytes:
         needed = memory_size(needed_bytes)
         what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {needed} at least"
-        raise mistake("output_dir", what, "--output_dir on a larger disk", run.setting("output_dir").source)
+        raise _refused(run, what, "--output_dir on a larger disk")
     for left in Path(run["output_dir"]).glob(f"{other_world.COPY}checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)
     if run["fresh"]:
@@ -336,16 +315,13 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
 
 
 def _require_steps_left(run: RunSpec, checkpoint: Checkpoint) -> None:
-    """Raises `UserError` if the checkpoint has trained more than this run is asked for: its model
-    would be saved as that of a shorter training.
+    """Raises `UserError` if the checkpoint has trained more steps than this run is asked for: its
+    model would be saved as that of a shorter training.
     """
-    name, done, unit = "max_steps", float(checkpoint.step), "steps"
-    if run["max_steps"] <= 0:
-        name, done, unit = "num_train_epochs", round(epoch_of(checkpoint.path), 2), "epochs"
-    if done > math.ceil(run[name]):
-        what = f"{checkpoint.path.name} has trained {done:g} {unit} already, more than {run[name]}"
+    if 0 < run["max_steps"] < checkpoint.step:
+        what = f"{checkpoint.path.name} has trained {checkpoint.step} steps already, more than {run['max_steps']}"
         have_it = f"--max_steps {checkpoint.step} to have its model"
-        raise _refused(run, what, f"{have_it}, --resume_from_checkpoint with an older one, or --fresh", name)
+        raise _refused(run, what, f"{have_it}, --resume_from_checkpoint with an older one, or --fresh", "max_steps")
 
 
 def _asks_for_more(run: RunSpec, old: Json) -> bool:

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from launch.output import checkpoints
-from launch.output.checkpoints import Checkpoint, inspect, remove
+from launch.output.checkpoints import remove
 from recipes.run import Json
 
 
@@ -27,6 +27,9 @@ class CommittingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.engine = engine
         self.identity = identity
+        # Trainer would delete older checkpoints before the new one is complete, and at the end all
+        # but the best, though that may be damaged.
+        self.limit, self.args.save_total_limit = self.args.save_total_limit, None
 
     def train(self, *args, **kwargs):
         try:
@@ -43,10 +46,6 @@ class CommittingTrainer(Trainer):
         if saving is not None:
             saving.result()
 
-    def inspect(self, checkpoint: Path) -> Checkpoint:
-        """A checkpoint of this run with its faults."""
-        return inspect(checkpoint, self.identity)
-
     def flush_model(self) -> Json:
         """Have the model at the end on the disk, before the run counts as finished.
 
@@ -60,32 +59,22 @@ class CommittingTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()
-        step, limit = self.state.global_step, self.args.save_total_limit
+        step = self.state.global_step
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
             if checkpoints.manifest_of(folder).get("run") != self.identity:
                 remove([folder])  # given up: files of its own would become part of the new one
             checkpoints.begin(folder, step, self.engine, self.args.world_size, self.identity)
         self.accelerator.wait_for_everyone()  # no rank writes into a folder that is removed
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
+        super()._save_checkpoint(model, trial)
         names = self._names_on_all_nodes(folder)
         if self.args.should_save:
             thread = ThreadPoolExecutor(1, thread_name_prefix=folder.name)
-            self._saving = thread.submit(_complete, folder, names, limit, self.state.best_model_checkpoint)
+            self._saving = thread.submit(_complete, folder, names, self.limit, self.state.best_model_checkpoint)
             thread.shutdown(wait=False)  # the thread ends with its work
         if self.args.push_to_hub:
             self.finish_saving()
             super()._push_from_checkpoint(str(folder))
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
-        if _internal_call and output_dir is not None:
-            # A checkpoint's weights, and training_args.bin, are written. What Trainer does last is
-            # to delete older checkpoints: not yet. `_save_checkpoint` restores the limit.
-            self.args.save_total_limit = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing: `_save_checkpoint` pushes what is complete."""
@@ -104,12 +93,8 @@ class CommittingTrainer(Trainer):
         return sorted({name for save, names in seen if save == own for name in names})
 
     def _finalize_training(self, *args, **kwargs):
-        self.finish_saving()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:  # with a limit of 1 Trainer would delete all but the best here, damaged or not, file by file
-            return super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
+        self.finish_saving()  # which the best model may be read from
+        return super()._finalize_training(*args, **kwargs)
 
 
 def _complete(folder: Path, names: list[str], limit: int | None, best: str | None) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from launch.data.load import Data
-    from launch.output.resume import Earlier
+    from launch.output.record import Earlier
     from launch.training.trainer import RecipeTrainer
 
 

@@ -165,11 +165,9 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokens of the splits of a part; to train on a stream, what makes them. Of data from the
-    Hub its commit.
-    """
+    """The tokens of the splits of a part; of data from the Hub its commit."""
 
-    train: Dataset | Encoder
+    train: Any  # a Dataset; of a stream, the Encoder
     eval: Dataset | None
     commit: str | None = None
     folder: Path | None = None  # None if they are in memory only

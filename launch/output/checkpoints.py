@@ -77,20 +77,15 @@ def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | Non
     flush(folder.parent)
 
 
-def commit(folder: Path, names: Collection[str]) -> bool:
+def commit(folder: Path, names: Collection[str]) -> None:
     """Complete the checkpoint: flush these files and their folders, then write the manifest.
 
-    `names` are paths in `folder`. Returns False, and commits nothing, if one of them has vanished
-    meanwhile: somebody has deleted the checkpoint. Raises `OSError` if the disk does not take it.
+    `names` are paths in `folder`. Raises `OSError` if the disk does not take it.
     """
     contents = manifest_of(folder)
     contents.pop("begun", None)
-    try:
-        flush_files([folder / name for name in names])
-        _write(folder, {**contents, "files": described(folder, names)})
-    except FileNotFoundError:
-        return False
-    return True
+    flush_files([folder / name for name in names])
+    _write(folder, {**contents, "files": described(folder, names)})
 
 
 def _write(folder: Path, contents: Json) -> None:

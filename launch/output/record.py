@@ -32,7 +32,6 @@ from launch.host.world import World
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import HIDDEN, Json, RunSpec, fingerprints, recorded, shown
-from recipes.run.engine_sources import deepspeed_json
 from recipes.run.files import default_accelerate_config, expanded, read_json, read_yaml
 
 NAME = recorded.NAME
@@ -380,21 +379,13 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     paths = [*run.recipe.files, run.recipe.engine if run.recipe.files else None, yaml]
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]
     if yaml:
-        paths.append(_deepspeed_file(yaml))
-    contents = {str(expanded(path).resolve()): _text(expanded(path)) for path in paths if path}
-    return {path: recorded_text(text) for path, text in contents.items() if text is not None}
-
-
-def _deepspeed_file(yaml: str) -> str | None:
-    with contextlib.suppress(UserError):
-        section = read_yaml(yaml, "--config_file").get("deepspeed_config")
-        if isinstance(section, dict) and deepspeed_json(section) is not None:
-            return section["deepspeed_config_file"]
-    return None
-
-
-def _text(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
+        with contextlib.suppress(UserError):
+            section = read_yaml(yaml, "--config_file").get("deepspeed_config")
+            named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+            paths.append(named if isinstance(named, str) else None)
+    contents = {}
+    for path in filter(None, paths):
+        file = expanded(path).resolve()
+        with contextlib.suppress(OSError, ValueError):
+            contents[str(file)] = recorded_text(file.read_text(encoding="utf-8"))
+    return contents

@@ -184,8 +184,6 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
     """
     own = old.get("run") or {}
     newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
-    if newest is not None:
-        _require_steps_left(run, newest)
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if not old:
         notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
@@ -205,7 +203,6 @@ def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[st
     if not checkpoint.valid:
         fix = "leave it out: the newest valid checkpoint is found automatically"
         raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
-    _require_steps_left(run, checkpoint)
     began_from = record.read_intact(path.parent)
     return _from(checkpoint, run, began_from, new_run(path, checkpoint.step), notes, data_commit)
 
@@ -217,6 +214,10 @@ def _from(
 
     The record keeps what that run began with: `merge` and `rerun` compare with it.
     """
+    if 0 < run["max_steps"] < checkpoint.step:  # its model would be saved as that of a shorter training
+        what = f"{checkpoint.path.name} has trained {checkpoint.step} steps already, more than {run['max_steps']}"
+        have_it = f"--max_steps {checkpoint.step} to have its model"
+        raise _refused(run, what, f"{have_it}, --resume_from_checkpoint with an older one, or --fresh", "max_steps")
     kept, course = _changes(run, old)
     notes = [*notes, *checkpoint.notes]
     # Of a stream or the Hub, which has no flag for an older commit: others were refused.
@@ -312,16 +313,6 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
             f"the checkpoints were written with {before}, and {by} cannot read them",
             "the same engine, another --output_dir, or --fresh",
         )
-
-
-def _require_steps_left(run: RunSpec, checkpoint: Checkpoint) -> None:
-    """Raises `UserError` if the checkpoint has trained more steps than this run is asked for: its
-    model would be saved as that of a shorter training.
-    """
-    if 0 < run["max_steps"] < checkpoint.step:
-        what = f"{checkpoint.path.name} has trained {checkpoint.step} steps already, more than {run['max_steps']}"
-        have_it = f"--max_steps {checkpoint.step} to have its model"
-        raise _refused(run, what, f"{have_it}, --resume_from_checkpoint with an older one, or --fresh", "max_steps")
 
 
 def _asks_for_more(run: RunSpec, old: Json) -> bool:

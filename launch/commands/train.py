@@ -83,8 +83,7 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
     quiet_libraries(run["verbose"])
     prepare_environment(run)
     from launch.data.load import load_data, shown_examples
-    from launch.data.mixture import of_parts
-    from launch.data.tokens import lengths_of
+    from launch.data.tokens import lengths_of, of_parts
     from launch.training.model import known_classes, load_tokenizer, with_model
 
     began, tokenizer = time.monotonic(), load_tokenizer(run)

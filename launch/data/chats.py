@@ -7,6 +7,7 @@ meets `human`, `gpt` and `function_call`. Nor does that function know tools writ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -125,13 +126,11 @@ def _functions(value: Any, what: str) -> list[dict]:
 
 
 def _objects(value: Any, what: str) -> list[dict]:
-    """One object or several, each or all of them perhaps written as JSON."""
-    try:
-        value = json.loads(value) if isinstance(value, str) and value.strip() else value or []
-        listed = value if isinstance(value, list) else [value]
-        found = [json.loads(one) if isinstance(one, str) else one for one in listed]
-    except (ValueError, RecursionError):
-        found = [None]
+    """One object or several, perhaps written as JSON."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value or "[]")
+    found = value if isinstance(value, list) else [value] if value else []
     if not all(isinstance(one, dict) for one in found):
         raise mistake("dataset_name", f"{what} is not a JSON object: {_short(value)}", "JSON in every row")
     return found

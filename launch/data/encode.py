@@ -29,7 +29,6 @@ _STANFORD = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n{context}### Response:"
 )
-_SAME = "lists of one length in every row"
 _PAIRED = ", paired with an input that provides further context"
 
 
@@ -170,7 +169,8 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
     ids, labels = row["input_ids"], row["labels"] if "labels" in row else row["input_ids"]
     mask = row.get("attention_mask") or [1] * len(ids if isinstance(ids, list) else ())
     if not all(isinstance(one, list) for one in (ids, labels, mask)) or len(mask) != len(ids):
-        raise mistake("dataset_name", "has input_ids, labels or attention_mask that are no lists of one length", _SAME)
+        what = "has input_ids, labels or attention_mask that are no lists of one length"
+        raise mistake("dataset_name", what, "lists of one length in every row")
     if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
         what = f"has token ids that the tokenizer does not know: it has {vocabulary:,}"
         raise mistake("dataset_name", what, "the ids of the model's own tokenizer; or texts, which are tokenized here")

@@ -27,13 +27,15 @@ class Target:
 
     `names` are those of the model's outputs, in its order. `numbers` maps a row's label to its
     class; it is empty if a label is a number to learn, or a list with a 0 or 1 for each class.
-    `words` describe the target to the user.
     """
 
     problem_type: str
     names: list[str]
-    words: str
     numbers: Mapping[Any, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kinds = {SINGLE: f"{len(self.names):,} classes", MULTI: f"multi-label: {len(self.names):,} labels"}
+        return kinds.get(self.problem_type, "regression")
 
     def encode(self, label: Any) -> int | float | tuple[float, ...]:
         """A row's label as a batch holds it: a class, a number, or a number for each class.
@@ -64,13 +66,16 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
         holds = "lists" if is_list else "one label a row"
         raise mistake("problem_type", f"is {wanted}, and the column {name!r} holds {holds}", "leave it out")
     if wanted == REGRESSION or (wanted is None and any(isinstance(label, float | Decimal) for label in labels)):
-        return _regression(name, labels)
+        if not all(isinstance(label, int | float | Decimal) for label in labels):
+            what = f"regression learns numbers, and the column {name!r} holds others"
+            raise mistake("problem_type", what, "leave it out, or a column of numbers")
+        return Target(REGRESSION, [name])
     kind, values = (feature.feature, {one for label in labels for one in label}) if is_list else (feature, labels)
     # Lists of one length of only 0 and 1: as lists of classes, all would name the same ones.
     lengths = {len(label) for label in labels} if is_list and isinstance(kind, Value) and values <= {0, 1} else set()
     if len(lengths) == 1 and (outputs := max(lengths)) > 1:
         names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
-        return Target(MULTI, names, f"multi-label: {outputs} labels")
+        return Target(MULTI, names)
     by_label = _classes(name, kind, values)
     names, known = list(by_label.values()), [one.lower() for one in classes]
     numbers = {label: number for number, label in enumerate(by_label)}
@@ -79,9 +84,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     elif len(names) < 2:
         what = f"all rows have the same label: {''.join(names) or 'none'}"
         raise mistake("dataset_label_field", what, "data with two classes or more")
-    if is_list:
-        return Target(MULTI, names, f"multi-label: {len(names):,} labels", numbers)
-    return Target(SINGLE, names, f"{len(names):,} classes", numbers)
+    return Target(MULTI if is_list else SINGLE, names, numbers)
 
 
 def recognised(run: RunSpec, problem_type: str | None) -> tuple[RunSpec, list[Problem]]:
@@ -115,15 +118,6 @@ def _is_usable(label: Any) -> bool:
     return all(one is not None and not (isinstance(one, float) and not math.isfinite(one)) for one in each)
 
 
-def _regression(name: str, labels: Collection) -> Target:
-    try:
-        numbers = [float(label) for label in labels]
-    except (TypeError, ValueError):
-        what = f"regression learns numbers, and the column {name!r} holds texts"
-        raise mistake("problem_type", what, "leave it out, or a column of numbers") from None
-    return Target(REGRESSION, [name], f"regression: numbers from {min(numbers):g} to {max(numbers):g}")
-
-
 def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
     """The name of each class by the label in a row, in the order of the classes: as the data lists
     them, texts in alphabetical order, or numbers in theirs.
@@ -153,7 +147,7 @@ class Labelled(Cut):
     target: Target
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {self.target.words}"
+        return f"{super().__str__()}, {self.target}"
 
     def __getitems__(self, numbers: list[int]) -> list[Example]:
         rows = self.examples[numbers]

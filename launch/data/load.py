@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import datasets
 import numpy as np
 import torch
 from datasets import Dataset
 
 from launch.data.batches import IGNORED, Example, Pad, Stack
 from launch.data.labels import Labelled, Target, labelled, recognise
-from launch.data.mixture import Weights, mixed, of_parts, taken
 from launch.data.packing import Cut, Joined, Packs, in_rows, nothing_to_learn, teaches
-from launch.data.streams import Stream, described, open_part, stream_of
-from launch.data.tokens import lengths_of, numbers_of, tokenized
+from launch.data.streams import Stream, open_part
+from launch.data.tokens import lengths_of, numbers_of, of_parts, tokenized
 from launch.host.world import World
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
@@ -76,22 +76,16 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     parts, tokens = zip(*of_parts(run, tokenizer, open_part if streams else tokenized), strict=True)
     target = recognise(run, tokens[0].train, classes) if is_classifier else None
     train: Rows | Stream
+    sources, weights = [one.train for one in tokens], [part.weight for part in parts]
     if streams:
-        train, lines = stream_of(run, tokenizer, [one.train for one in tokens]), []
-        words = described(run, train)
+        train = Stream(sources)
+        words = str(train)
     else:
-        weights = [part.weight for part in parts]
-        examples = [one.train for one in tokens]
-        train, words, sizes = _rows(run, tokenizer, examples, "dataset_train_split", weights, target)
-        counts = taken(sizes, weights)
-        lines = [
-            f"{part}: {size:,} examples, {count / sum(counts):.1%} of all"
-            for part, size, count in zip(parts, sizes, counts, strict=True)
-        ]
-    text = "\n".join([f"{title(run['dataset_name']) or 'stdlib source'}, {words}", *(lines if lines[1:] else [])])
+        train, words = _rows(run, tokenizer, sources, "dataset_train_split", target, weights)
+    text = f"{title(run['dataset_name']) or 'stdlib source'}, {words}"
     evaluation = None
     if held_out := [one.eval for one in tokens if one.eval is not None]:
-        evaluation, words, _ = _rows(run, tokenizer, held_out, "dataset_test_split", [None], target)
+        evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)
         text += f"\nevaluation: {words}"
     elif run["eval_strategy"] != "no":
         raise UserError(nothing_to_evaluate_on("its parts have only train", streams))
@@ -113,26 +107,28 @@ def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Datase
 
 
 def _rows(
-    run: Settings, tokenizer, tokens: Sequence[Dataset], flag: str, weights: Weights, target: Target | None
-) -> tuple[Rows, str, list[int]]:
-    """Rows to train or to evaluate on, in words too, and the number of examples of each part."""
+    run: Settings, tokenizer, tokens: Sequence[Dataset], flag: str, target: Target | None, weights: Sequence = (None,)
+) -> tuple[Rows, str]:
+    """Rows to train or to evaluate on, in words too."""
     rows: Rows
     if target:
         rows = labelled(run, tokens[0], target, flag)
-        sizes = [len(rows)]
+        left_out = len(tokens[0]) - len(rows)
     else:
         examples = [part.select(np.flatnonzero(teaches(run, numbers_of(part, "first_learned")))) for part in tokens]
-        sizes = [len(part) for part in examples]
-        if not all(sizes):
+        if not all(map(len, examples)):
             raise nothing_to_learn(flag, run["max_length"])
-        together = mixed(examples, weights)
+        left_out = sum(map(len, tokens)) - sum(map(len, examples))
+        together = datasets.concatenate_datasets(examples)
+        if None not in weights:  # until each example has been seen, parts that end begin again
+            shares = [weight / sum(weights) for weight in weights]
+            together = datasets.interleave_datasets(examples, shares, run["seed"], stopping_strategy="all_exhausted")
         rows = in_rows(run, together, tokenizer.pad_token_id or 0)
         if not len(rows):
             total, length = lengths_of(together).sum(), run["max_length"]
             what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
             raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
-    left_out = sum(map(len, tokens)) - sum(sizes)
-    return rows, str(rows) + (f", {left_out:,} left out: nothing to learn in them" if left_out else ""), sizes
+    return rows, str(rows) + (f", {left_out:,} left out: nothing to learn in them" if left_out else "")
 
 
 # --- Examples as a person reads them --------------------------------------------------------------

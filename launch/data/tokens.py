@@ -19,10 +19,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -40,8 +40,8 @@ from launch.data.encode import Tokens, encode_rows
 from launch.data.sources import Source
 from launch.host.files import write_whole
 from recipes import __version__
-from recipes.errors import mistake
-from recipes.mixture import Part
+from recipes.errors import UserError, mistake
+from recipes.mixture import Part, parts_of_run
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
 
@@ -197,11 +197,31 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
         what = f"the tokens cannot be kept in {folder}: {error.strerror}"
         raise mistake("HF_HOME", what, "HF_HOME in the environment, with a writable folder") from None
     with FileLock(folder / "lock"):
-        if (found := _open(folder, run, part)) is None:
-            _make(folder, run, tokenizer, part, commit)
-            found = _open(folder, run, part)
-    assert found is not None
+        return _open(folder, run, part) or _make(folder, run, tokenizer, part, commit)
+
+
+def of_parts(
+    run: RunSpec, tokenizer, read: Callable[[RunSpec, Any, Part], Tokenized] = tokenized
+) -> list[tuple[Part, Tokenized]]:
+    """Each part of the run's data with its tokens. The demonstration has no name."""
+    parts = parts_of_run(run) or [Part("")]
+    found = []
+    for part in parts:
+        with naming(part.name, len(parts) == 1):
+            found.append((part, read(run, tokenizer, part)))
     return found
+
+
+@contextlib.contextmanager
+def naming(name: str, alone: bool) -> Iterator[None]:
+    """A mistake about one of several parts says which."""
+    try:
+        yield
+    except UserError as error:
+        if alone:
+            raise
+        whats = (problem.what if name in problem.what else f"{name}: {problem.what}" for problem in error.problems)
+        raise UserError(*map(lambda one, what: replace(one, what=what), error.problems, whats)) from None
 
 
 def cache_folder() -> Path:
@@ -272,7 +292,7 @@ def _mapped(folder: Path, files: int) -> Dataset:
 # --- Making it -----------------------------------------------------------------------------------
 
 
-def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None) -> None:
+def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None) -> Tokenized:
     """Tokenize what is not there yet of the splits that the run reads."""
     splits = sources.open_splits(run, part, commit)
     needed = sources.rows_needed(sources.wanted_splits(run, part, list(splits)), list(splits))
@@ -290,6 +310,7 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
             while not _is_enough(made, wanted):
                 _make_file(folder / split, made, wanted, encoded, progress)
                 write_whole(folder / _INDEX, json.dumps(index).encode())
+    return cast(Tokenized, _open(folder, run, part))
 
 
 def _make_file(

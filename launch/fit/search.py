@@ -137,7 +137,7 @@ def _tokenize(run: RunSpec) -> None:
 
     If the kernel ended a probe that tokenizes, its micro-batch would count as too large.
     """
-    from launch.data.mixture import of_parts
+    from launch.data.tokens import of_parts
     from launch.output.resume import look_ahead
     from launch.training.model import load_tokenizer, with_model
 

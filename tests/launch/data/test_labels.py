@@ -45,7 +45,7 @@ def test_the_labels_tell_what_is_learned(name, tmp_path, tokenizer):
     labels, wanted, kind, names, batch = TARGETS[name]
     data = load_data(labelled(tmp_path, labels, problem_type=wanted), tokenizer)
     assert (data.problem_type, data.labels, batch_of(data)) == (kind, names, batch)
-    words = {SINGLE: f"{len(names)} classes", MULTI: f"multi-label: {len(names)} labels", REGRESSION: "regression: "}
+    words = {SINGLE: f"{len(names)} classes", MULTI: f"multi-label: {len(names)} labels", REGRESSION: "regression"}
     assert words[kind] in data.description
 
 
@@ -60,7 +60,7 @@ WRONG = {
     "a row without a list": ([["a"], None, ["b"]], None, "dataset_label_field", "1 row without a usable label"),
     "no number": ([0.5, math.nan], None, "dataset_label_field", "1 row without a usable label"),
     "lists of fractions": ([[0.5], [0.5, 1.5]], None, "dataset_label_field", "a class is a text or a whole number"),
-    "texts as numbers": (["a", "b"], REGRESSION, "problem_type", "the column 'label' holds texts"),
+    "texts as numbers": (["a", "b"], REGRESSION, "problem_type", "the column 'label' holds others"),
 }
 
 

@@ -61,13 +61,13 @@ def read_chat(
     template = _Template(tokenizer, chat, tools)
     first = len(chat) - len(said) if completion_only else 0
     teaches = [number >= first and _teaches(message) for number, message in enumerate(chat)]
-    if not assistant_only:
-        return Chat(template.text, template.spans(teaches) if completion_only or not all(teaches) else None)
-    if (marked := template.marked()) is not None:
-        within = [(0, len(template.text))] if all(teaches) else template.spans(teaches)
-        return Chat(template.text, [one for one in marked if any(a <= one[0] < b for a, b in within)])
-    answered = [one and message["role"] == "assistant" for one, message in zip(teaches, chat, strict=True)]
-    return Chat(template.text, template.answers(answered))
+    learned = None if all(teaches) else template.spans(teaches)
+    if assistant_only and (marked := template.marked()) is not None:
+        learned = [one for one in marked if learned is None or any(a <= one[0] < b for a, b in learned)]
+    elif assistant_only:
+        answered = [one and message["role"] == "assistant" for one, message in zip(teaches, chat, strict=True)]
+        learned = template.answers(answered)
+    return Chat(template.text, learned)
 
 
 # --- Messages of any format ----------------------------------------------------------------------

@@ -13,23 +13,15 @@ import numpy as np
 import pyarrow
 from datasets import Dataset, DatasetInfo, Features
 
-from launch.data.batches import IGNORED
 from launch.data.chats import Chat, read_chat
 from launch.data.columns import ALPACA, CHATS, COMPLETIONS, IDS, Format, formats
 from recipes.errors import UserError, mistake, one_line
 from recipes.run import Settings
 
+IGNORED = -100  # the label that cross-entropy skips
 Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels: the same list if all is learned
 
 _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
-
-# https://github.com/tatsu-lab/stanford_alpaca, train.py: for models without a chat template
-_STANFORD = (
-    "Below is an instruction that describes a task{paired}. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n{context}### Response:"
-)
-_PAIRED = ", paired with an input that provides further context"
 
 
 @dataclass
@@ -54,7 +46,9 @@ def encode_rows(
     `first` is the number of the first row in its split, so that a mistake can name its row.
     """
     known = formats(run, features)
-    columns = _in_python(rows.select(list({*chain(*known), *_BESIDE} & {*features})), features)
+    names = {*chain(*known), *_BESIDE} & {*features}
+    info = DatasetInfo(features=Features({name: features[name] for name in names}))
+    columns = Dataset(rows.select(list(names)), info, fingerprint="a few rows")[:]  # which knows JSON in a column
     found: list[Any] = []
     for number in range(len(rows)):
         row = {name: values[number] for name, values in columns.items()}
@@ -70,12 +64,6 @@ def encode_rows(
         for place, pair in zip(places, encode([found[place] for place in places], run, tokenizer), strict=True):
             tokens[place] = pair
     return tokens
-
-
-def _in_python(rows: pyarrow.Table, features: Features) -> dict[str, list]:
-    """The columns as `datasets` reads them: it knows JSON in a column."""
-    info = DatasetInfo(features=Features({name: features[name] for name in rows.column_names}))
-    return Dataset(rows, info, fingerprint="a few rows")[:]  # or it computes one
 
 
 def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text | Chat | Tokens | None:
@@ -181,11 +169,10 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
 
 
 def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[str, Any]:
-    """A prompt and a completion: messages for the model's template, or else Stanford's text."""
+    """A prompt and a completion: messages for the model's template, or else texts."""
     task, given, answer = (_text(row, name, "dataset_name") for name in ("instruction", "input", "output"))
-    if template:
-        prompt = [{"role": "user", "content": "\n\n".join(filter(None, (task, given)))}]
-        return {**row, "prompt": prompt, "completion": [{"role": "assistant", "content": answer}]}
-    context = f"### Input:\n{given}\n\n" if given else ""
-    text = _STANFORD.format(paired=_PAIRED if given else "", instruction=task, context=context)
-    return {"prompt": text, "completion": answer}
+    prompt = "\n\n".join(filter(None, (task, given)))
+    if not template:
+        return {"prompt": f"{prompt}\n\n", "completion": answer}
+    roles = {"prompt": ("user", prompt), "completion": ("assistant", answer)}
+    return {**row, **{name: [{"role": role, "content": text}] for name, (role, text) in roles.items()}}

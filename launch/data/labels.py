@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
 from datasets import ClassLabel, Dataset, List, Value
 
-from launch.data.batches import Example
-from launch.data.packing import Cut
+from launch.data.batches import Cut, Example
 from launch.data.tokens import lengths_of
 from recipes.errors import Problem, UserError, mistake, plural
 from recipes.rules.check import new_problems
@@ -65,8 +63,8 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     if wanted and is_list != (wanted == MULTI):
         holds = "lists" if is_list else "one label a row"
         raise mistake("problem_type", f"is {wanted}, and the column {name!r} holds {holds}", "leave it out")
-    if wanted == REGRESSION or (wanted is None and any(isinstance(label, float | Decimal) for label in labels)):
-        if not all(isinstance(label, int | float | Decimal) for label in labels):
+    if wanted == REGRESSION or (wanted is None and any(isinstance(label, float) for label in labels)):
+        if not all(isinstance(label, int | float) for label in labels):
             what = f"regression learns numbers, and the column {name!r} holds others"
             raise mistake("problem_type", what, "leave it out, or a column of numbers")
         return Target(REGRESSION, [name])
@@ -108,14 +106,12 @@ def _labels(rows: Dataset, name: str, flag: str) -> set:
     if unusable := sum(not _is_usable(label) for label in labels):
         what = f"the column {name!r} has {plural(unusable, 'row')} without a usable label"
         raise mistake(flag, what, "a label in every row: a class, a number, or a list that may be empty")
-    if any(isinstance(label, dict) for label in labels):
-        raise _no_classes(name, "objects")
     return set(labels)
 
 
 def _is_usable(label: Any) -> bool:
     each = label if isinstance(label, tuple) else (label,)
-    return all(one is not None and not (isinstance(one, float) and not math.isfinite(one)) for one in each)
+    return all(isinstance(one, str | int) or (isinstance(one, float) and math.isfinite(one)) for one in each)
 
 
 def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
@@ -128,13 +124,10 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
         return {value: value for value in sorted(values)}
     if all(isinstance(value, int | float) and value == int(value) for value in values):
         return {number: str(number) for number in sorted(map(int, values))}
-    raise _no_classes(name, ", ".join(sorted(map(repr, values))[:5]))
-
-
-def _no_classes(name: str, held: str) -> UserError:
+    held = ", ".join(sorted(map(repr, values))[:5])
     what = f"the column {name!r} holds {held}: a class is a text or a whole number"
     fix = "a label for every row, as a text or a whole number; or --problem_type regression for numbers to learn"
-    return mistake("dataset_label_field", what, fix)
+    raise mistake("dataset_label_field", what, fix)
 
 
 # --- Rows ----------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from launch.data.batches import IGNORED, Example, Pad, Stack
+from launch.data.batches import Cut, Example, Joined, Packs, Pad, Stack, in_rows, nothing_to_learn, teaches
+from launch.data.encode import IGNORED
 from launch.data.labels import Labelled, Target, labelled, recognise
-from launch.data.packing import Cut, Joined, Packs, in_rows, nothing_to_learn, teaches
 from launch.data.streams import Stream, open_part
 from launch.data.tokens import lengths_of, numbers_of, of_parts, tokenized
 from launch.host.world import World

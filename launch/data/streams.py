@@ -27,8 +27,8 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from launch.data import sources
-from launch.data.batches import IGNORED, Example
-from launch.data.packing import in_rows, joins, nothing_to_learn, teaches
+from launch.data.batches import Example, in_rows, joins, nothing_to_learn, teaches
+from launch.data.encode import IGNORED
 from launch.data.tokens import Encoder, Tokenized, naming, token_table, tokenized
 from recipes.errors import StreamBroke, UserError, plural
 from recipes.mixture import Part
@@ -130,7 +130,7 @@ class Stream(torch.utils.data.IterableDataset):
         """What there is to learn in a part, piece by piece and round after round, and its place."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
-        with naming(encode.source.part.name, len(self.parts) == 1):
+        with naming(encode.source.part.name if self.parts[1:] else ""):
             while True:
                 rows, fellow, fellows = dealt(encode.source.rows, reader, readers)
                 if self.shuffles:
@@ -167,9 +167,6 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
     return rows.shard(groups, reader % groups, contiguous=False), reader // groups, readers // groups
-
-
-# --- From a run -----------------------------------------------------------------------------------
 
 
 def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:

@@ -35,8 +35,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from launch.data import sources
-from launch.data.batches import IGNORED
-from launch.data.encode import Tokens, encode_rows
+from launch.data.encode import IGNORED, Tokens, encode_rows
 from launch.data.sources import Source
 from launch.host.files import write_whole
 from recipes import __version__
@@ -207,19 +206,17 @@ def of_parts(
     parts = parts_of_run(run) or [Part("")]
     found = []
     for part in parts:
-        with naming(part.name, len(parts) == 1):
+        with naming(part.name if parts[1:] else ""):
             found.append((part, read(run, tokenizer, part)))
     return found
 
 
 @contextlib.contextmanager
-def naming(name: str, alone: bool) -> Iterator[None]:
-    """A mistake about one of several parts says which."""
+def naming(name: str) -> Iterator[None]:
+    """A mistake about one of several parts says which; `name` is empty if it is the only one."""
     try:
         yield
     except UserError as error:
-        if alone:
-            raise
         whats = (problem.what if name in problem.what else f"{name}: {problem.what}" for problem in error.problems)
         raise UserError(*map(lambda one, what: replace(one, what=what), error.problems, whats)) from None
 

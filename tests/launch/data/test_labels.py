@@ -51,7 +51,7 @@ def test_the_labels_tell_what_is_learned(name, tmp_path, tokenizer):
 
 WRONG = {
     "nothing in a row": ([None, 1], None, "dataset_label_field", "1 row without a usable label"),
-    "objects": ([{"a": 1}, {"a": 2}], None, "dataset_label_field", "holds objects: a class is"),
+    "objects": ([{"a": 1}, {"a": 2}], None, "dataset_label_field", "2 rows without a usable label"),
     "numbers and texts": ([1, "x"], None, "dataset_label_field", "a class is a text or a whole number"),
     "fractions as classes": ([0.5, 1.5], SINGLE, "dataset_label_field", "a class is a text or a whole number"),
     "one class": (["a", "a"], None, "dataset_label_field", "all rows have the same label: a"),

@@ -2,7 +2,8 @@
 
 import pytest
 
-from launch.data.batches import IGNORED, Pad
+from launch.data.batches import Pad
+from launch.data.encode import IGNORED
 from launch.data.load import load_data
 from tests.support.rows import decoded, jsonl, run_with
 

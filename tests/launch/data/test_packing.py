@@ -17,9 +17,9 @@ from transformers import (
     MistralConfig,
 )
 
-from launch.data.batches import IGNORED, Stack
+from launch.data.batches import Joined, Packs, Stack, best_fit
+from launch.data.encode import IGNORED
 from launch.data.load import load_data
-from launch.data.packing import Joined, Packs, best_fit
 from launch.data.tokens import token_table
 from launch.training.batches import tokens_of
 from launch.training.model import load_tokenizer
@@ -190,7 +190,8 @@ def test_a_training_has_the_losses_of_its_examples_one_by_one(tiny_model, texts,
 
 
 def wrapped(rows, length):
-    return [row["input_ids"].tolist() for row in Joined(examples(rows), length)]
+    blocks = Joined(examples(rows), length)
+    return [blocks[number]["input_ids"].tolist() for number in range(len(blocks))]
 
 
 @settings(max_examples=25, deadline=None)

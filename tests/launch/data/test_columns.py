@@ -79,11 +79,6 @@ def test_a_renamed_column_that_is_not_there_is_named(tmp_path):
     assert (found.subject, found.source) == ("dataset_columns", "command line") and "'qestion'" in found.what
 
 
-def test_names_that_are_no_pairs_are_refused():
-    (found,) = resolved("--dataset_columns question").problems
-    assert "old=new" in found.what and "question=prompt" in found.fix
-
-
 def test_a_look_at_the_columns_imports_no_library(tmp_path):
     write(tmp_path / "d.jsonl", [{"body": "a"}])
     code = (

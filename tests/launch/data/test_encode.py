@@ -250,9 +250,6 @@ LEARNED = {
     "Alpaca that holds its text too": (
         {**TASK, "text": "whole"}, {}, said("Name a prime number.", "7"), "7<|im_end|>\n",
     ),
-    "a column that was named": (
-        {**TASK, "body": "whole"}, {"dataset_text_field": "body"}, "whole<|endoftext|>", "whole<|endoftext|>",
-    ),
     "Alpaca without a chat template": (
         ALPACA, {"model_name_or_path": None},
         "Translate to French.\n\nGood morning\n\nBonjour<|endoftext|>", "Bonjour<|endoftext|>",

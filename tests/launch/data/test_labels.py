@@ -6,7 +6,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from launch.data.labels import MULTI, REGRESSION, SINGLE, recognised
-from launch.data.load import load_data
+from launch.data.load import load_data, shown_examples
 from recipes.errors import UserError
 from tests.support.rows import jsonl, problem, run_with, texts
 
@@ -47,6 +47,7 @@ def test_the_labels_tell_what_is_learned(name, tmp_path, tokenizer):
     assert (data.problem_type, data.labels, batch_of(data)) == (kind, names, batch)
     words = {SINGLE: f"{len(names)} classes", MULTI: f"multi-label: {len(names)} labels", REGRESSION: "regression"}
     assert words[kind] in data.description
+    assert [*shown_examples(data, tokenizer, 1)] == [f"text 0 -> {labels[0]}"]
 
 
 WRONG = {

@@ -1,11 +1,8 @@
 """Data of several sources: what an epoch has of each, in what order, on how many ranks."""
 
 import gzip
-import json
 from collections import Counter
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from launch.data.load import load_data
@@ -14,23 +11,15 @@ from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
-SHAREGPT = [{"from": "human", "value": "Bye"}, {"from": "gpt", "value": "See you"}]
 
 
 def test_each_part_may_have_a_format_of_its_own(tmp_path, tokenizer):
-    names = [
-        jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"),
-        jsonl(tmp_path, [{"conversations": SHAREGPT}], "sharegpt.jsonl"),
-        jsonl(tmp_path, [{"instruction": "2+2", "input": "", "output": "4"}], "alpaca.jsonl"),
-        jsonl(tmp_path, texts("plain"), "texts.jsonl"),
-    ]
+    names = [jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"), jsonl(tmp_path, texts("plain"), "texts.jsonl")]
     questions = jsonl(tmp_path, [{"q": "3+3=", "a": "6", "prompt": "unused"}], "questions.jsonl")
     entries = [*names, {"name": questions, "columns": {"q": "prompt", "a": "completion"}}]
     data = load_data(run_with(dataset_name=entries), tokenizer)
     assert [learned(tokenizer, row) for row in data.train] == [
         tokenizer.apply_chat_template(CHAT, tokenize=False),
-        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nSee you<|im_end|>\n",
-        "4<|im_end|>\n",
         "plain<|endoftext|>",
         "6<|endoftext|>",
     ]
@@ -60,28 +49,11 @@ def test_a_part_has_its_own_split_and_all_that_can_are_evaluated_on(tmp_path, to
     assert "nothing to evaluate on" in problem(run, tokenizer).what
 
 
-def test_columns_that_are_not_there(tmp_path, tokenizer):
-    entries = [{"name": jsonl(tmp_path, texts("a")), "columns": {"body": "text"}}]
-    assert "has no column 'body'; it has text" in problem(run_with(dataset_name=entries), tokenizer).what
-
-
 def test_files_of_a_pattern_are_one_source(tmp_path, tokenizer):
     for name in ("b", "a"):
         jsonl(tmp_path, texts(name), f"{name}.jsonl")
     data = load_data(run_with(dataset_name=str(tmp_path / "*.jsonl")), tokenizer)
     assert decoded(tokenizer, data.train) == ["a<|endoftext|>", "b<|endoftext|>"]
-
-
-def test_compressed_lines_and_folders_of_parquet(tmp_path, tokenizer):
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"text": "packed"}) + "\n")
-    (tmp_path / "parquet").mkdir()
-    for number in range(2):
-        table = pyarrow.table({"text": [f"part {number}"]})
-        pyarrow.parquet.write_table(table, tmp_path / "parquet" / f"train-{number}.parquet")
-    names = [str(tmp_path / "a.jsonl.gz"), str(tmp_path / "parquet")]
-    expected = [f"{text}<|endoftext|>" for text in ("packed", "part 0", "part 1")]
-    assert decoded(tokenizer, load_data(run_with(dataset_name=names), tokenizer).train) == expected
 
 
 @pytest.mark.parametrize("streaming", [False, True])

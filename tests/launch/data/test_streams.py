@@ -193,12 +193,6 @@ def test_fit_tries_the_longest_example_that_may_come(folder, tokenizer):
 # --- What goes wrong ------------------------------------------------------------------------------
 
 
-def test_a_round_without_anything_to_learn_is_an_error(tmp_path, tokenizer):
-    (example,) = stream(jsonl(tmp_path, texts("", "")), tokenizer)
-    assert isinstance(example[PLACE], UserError)
-    assert "there is nothing to learn within 64 tokens" in str(example[PLACE])
-
-
 @pytest.mark.parametrize(
     ("line", "cause"),
     [

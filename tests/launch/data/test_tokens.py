@@ -132,15 +132,6 @@ def test_a_tokenizer_found_without_a_network_is_the_same(tmp_path, tokenizer):
     assert tokens._contents(found[0]) == tokens._contents(found[1])
 
 
-def test_a_read_only_cache_is_read(tmp_path, tokenizer, never_encoded):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")))
-    first = rows(run, tokenizer)
-    never_encoded()
-    for folder in (cache_folder(), *(folder for folder in cache_folder().rglob("*") if folder.is_dir())):
-        folder.chmod(0o555)
-    assert rows(run, tokenizer) == first
-
-
 # --- A slice -------------------------------------------------------------------------------------
 
 

@@ -27,14 +27,6 @@ def test_who_wrote_it_is_read_from_its_files(of_three, real_checkpoint):
     assert "written by 3 processes, 2 resume" in note(of_three, 2)
 
 
-@pytest.mark.parametrize("ranks", [3, 1])
-def test_nothing_is_converted_that_fits(ranks, of_three, real_checkpoint, tmp_path):
-    reader = AnyWorld(tmp_path, World(), ranks, print)
-    reader.prepare(of_three if ranks == 3 else real_checkpoint)
-    reader.prepare(None)
-    assert not list(tmp_path.glob("converted-*"))
-
-
 def test_a_failed_conversion_says_why_and_leaves_nothing(of_three, tmp_path):
     said = []
     with pytest.raises(RuntimeError, match=r"checkpoint-8 could not be converted.*: .*Error"):

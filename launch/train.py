@@ -122,7 +122,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     trainer.make_readable(earlier.checkpoint)
 
     stop.defer()  # from here on a signal waits for the end of a step
-    with kept_record(run, world, data.commit, earlier.kept, earlier.identity, data.labels, earlier.step) as record:
+    with kept_record(run, world, earlier, data.commit, data.labels) as record:
         metrics = trainer.train(resume_from_checkpoint=earlier.checkpoint).metrics
         trainer.require_finite_weights()
         trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself

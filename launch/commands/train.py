@@ -83,13 +83,12 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
     quiet_libraries(run["verbose"])
     prepare_environment(run)
     from launch.data.load import load_data, shown_examples
-    from launch.data.mixture import tokens_of_parts
-    from launch.data.tokens import lengths_of
+    from launch.data.tokens import lengths_of, of_parts
     from launch.training.model import known_classes, load_tokenizer, with_model
 
     began, tokenizer = time.monotonic(), load_tokenizer(run)
     run, _ = with_model(run, tokenizer)  # a classifier's tokens end where its model does
-    for _, found in tokens_of_parts(run, tokenizer):
+    for _, found in of_parts(run, tokenizer):
         folder = found.folder
         assert folder is not None
         splits = [split for split in (found.train, found.eval) if split is not None]

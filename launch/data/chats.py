@@ -7,6 +7,7 @@ meets `human`, `gpt` and `function_call`. Nor does that function know tools writ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -60,13 +61,13 @@ def read_chat(
     template = _Template(tokenizer, chat, tools)
     first = len(chat) - len(said) if completion_only else 0
     teaches = [number >= first and _teaches(message) for number, message in enumerate(chat)]
-    if not assistant_only:
-        return Chat(template.text, template.spans(teaches) if completion_only or not all(teaches) else None)
-    if (marked := template.marked()) is not None:
-        within = [(0, len(template.text))] if all(teaches) else template.spans(teaches)
-        return Chat(template.text, [one for one in marked if any(a <= one[0] < b for a, b in within)])
-    answered = [one and message["role"] == "assistant" for one, message in zip(teaches, chat, strict=True)]
-    return Chat(template.text, template.answers(answered))
+    learned = None if all(teaches) else template.spans(teaches)
+    if assistant_only and (marked := template.marked()) is not None:
+        learned = [one for one in marked if learned is None or any(a <= one[0] < b for a, b in learned)]
+    elif assistant_only:
+        answered = [one and message["role"] == "assistant" for one, message in zip(teaches, chat, strict=True)]
+        learned = template.answers(answered)
+    return Chat(template.text, learned)
 
 
 # --- Messages of any format ----------------------------------------------------------------------
@@ -125,13 +126,11 @@ def _functions(value: Any, what: str) -> list[dict]:
 
 
 def _objects(value: Any, what: str) -> list[dict]:
-    """One object or several, each or all of them perhaps written as JSON."""
-    try:
-        value = json.loads(value) if isinstance(value, str) and value.strip() else value or []
-        listed = value if isinstance(value, list) else [value]
-        found = [json.loads(one) if isinstance(one, str) else one for one in listed]
-    except (ValueError, RecursionError):
-        found = [None]
+    """One object or several, perhaps written as JSON."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value or "[]")
+    found = value if isinstance(value, list) else [value] if value else []
     if not all(isinstance(one, dict) for one in found):
         raise mistake("dataset_name", f"{what} is not a JSON object: {_short(value)}", "JSON in every row")
     return found

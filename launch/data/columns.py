@@ -8,10 +8,9 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Collection, Iterable
+from itertools import chain
 from pathlib import Path
-from typing import IO
 
 from recipes.errors import Problem, UserError
 from recipes.mixture import Part, files_of, parts_of_run
@@ -26,7 +25,7 @@ COMPLETIONS = ("prompt", "completion")
 ALPACA = ("instruction", "output")
 
 _FORMATS = "messages, conversations, prompt and completion, instruction and output, input_ids or a text column"
-_FIRST_BYTES = 10 << 20  # `datasets` takes the columns in these for those of the whole JSON file
+_BEGIN = 10 << 20  # `datasets` takes the columns in these bytes for those of the whole JSON file
 
 
 def formats(run: Settings, columns: Collection[str]) -> list[Format]:
@@ -48,25 +47,24 @@ def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
     return {name: new.get(name, name) for name in names if name in new or name not in new.values()}
 
 
-def column_problems(run: Settings, part: Part, columns: Mapping[str, bool]) -> list[Problem]:
-    """The reasons why no row with these columns can be read. True marks a column of texts."""
+def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list[Problem]:
+    """The reasons why no row with these columns can be read."""
     if absent := [name for name in part.columns if name not in columns]:
         what = f"{part.name} has no column {absent[0]!r}; it has {', '.join(columns)}"
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
         return [Problem(flag, what, "columns with names that are there")]
-    has = {new: columns[old] for old, new in new_names(columns, part).items()}
-    said, texts = f"{part.name or 'the data'} has {', '.join(has)}", [name for name, is_text in has.items() if is_text]
+    has = new_names(columns, part).values()
     if run["task"] == "sequence_classification":
-        return [
-            Problem(flag, f"there is no column {run[flag]!r}; {said}", f"--{flag} with one of them")
-            for flag in ("dataset_text_field", "dataset_label_field")
-            if run[flag] not in has
-        ]
-    if formats(run, has):
-        return []
-    named = f"--dataset_text_field with one of {', '.join(texts)}; or " if texts else ""
-    what = f"there is no column {run['dataset_text_field']!r}; {said}"
-    return [Problem("dataset_text_field", what, f"{named}--dataset_columns OLD=NEW, to have {_FORMATS}")]
+        fields, or_else = ["dataset_text_field", "dataset_label_field"], ""
+    else:
+        fields = [] if formats(run, has) else ["dataset_text_field"]
+        or_else = f", or --dataset_columns OLD=NEW, to have {_FORMATS}"
+    said = f"{part.name or 'the data'} has {', '.join(has)}"
+    return [
+        Problem(field, f"there is no column {run[field]!r}; {said}", f"--{field} with one of them{or_else}")
+        for field in fields
+        if run[field] not in has
+    ]
 
 
 # --- Before anything is imported ------------------------------------------------------------------
@@ -85,40 +83,29 @@ def check_columns(run: RunSpec) -> list[Problem]:
     found = []
     for part in parts_of_run(run):
         for file in files_of(part.name)[:1]:
-            columns = _columns_of(file, 1)  # the first row has all of them, mostly
-            if columns and column_problems(run, part, columns):
-                columns = _columns_of(file)
+            columns = _columns_of(file)
             found += column_problems(run, part, columns) if columns else []
     return [run.with_source(problem) for problem in found]
 
 
-def _columns_of(file: Path, rows: int | None = None) -> dict[str, bool]:
-    """The columns in the first rows of a file; empty if they are unknown."""
+def _columns_of(file: Path) -> list[str]:
+    """The columns of a file; empty if they are unknown."""
     kind = file_kind(file)
     if kind == "text":
-        return {"text": True}
+        return ["text"]
     try:
         if kind == "parquet":
             from pyarrow import parquet  # which takes a tenth of a second
 
-            return {field.name: "string" in str(field.type) for field in parquet.read_schema(file)}
+            return parquet.read_schema(file).names
         opened = gzip.open if file.suffix == ".gz" else open
         with opened(file, "rt", encoding="utf-8-sig") as stream:
-            found = csv.DictReader(stream) if kind == "csv" else map(json.loads, _lines(stream))
-            columns: dict[str, bool] = {}
-            for row in islice(found, rows or (1 if kind == "csv" else None)):
-                names = [name for name, _ in row.items() if name is not None]  # None: the surplus of a CSV's row
-                columns |= {name: isinstance(row[name], str) or columns.get(name, False) for name in names}
-            return columns
-    # Not UTF-8, no JSON lines, no rows of names, cut off.
-    except (OSError, ValueError, AttributeError, RecursionError, EOFError, csv.Error, zlib.error):
-        return {}
-
-
-def _lines(stream: IO[str]) -> Iterator[str]:
-    """The lines of a JSON file whose columns `datasets` takes for those of all lines."""
-    left = _FIRST_BYTES
-    while left > 0 and (line := stream.readline(left)):
-        if line.strip():
-            yield line
-        left -= len(line)
+            if kind == "csv":
+                return next(csv.reader(stream), [])
+            begin = stream.read(_BEGIN)
+        lines = begin.split("\n")[: -1 if len(begin) == _BEGIN else None]  # the last one may be incomplete
+        rows = map(json.loads, filter(str.strip, lines))
+        return list(dict.fromkeys(chain.from_iterable(map(dict.keys, rows))))
+    # Not UTF-8, no JSON lines, no objects, cut off.
+    except (OSError, ValueError, TypeError, RecursionError, EOFError, csv.Error, zlib.error):
+        return []

@@ -30,14 +30,12 @@ CHAT_TEMPLATE = (
 
 def demo_corpus() -> list[str]:
     """The standard library's single-file modules, in the same alphabetical order on every rank."""
-    texts: list[str] = []
-    room = CORPUS_BYTES
+    texts, room = [], CORPUS_BYTES
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
-        if not text or len(text) > room:
-            continue
-        texts.append(text)
-        room -= len(text)
+        if text and len(text) <= room:
+            texts.append(text)
+            room -= len(text)
     return texts
 
 

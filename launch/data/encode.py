@@ -13,27 +13,15 @@ import numpy as np
 import pyarrow
 from datasets import Dataset, DatasetInfo, Features
 
-from launch.data.batches import IGNORED
 from launch.data.chats import Chat, read_chat
-from launch.data.columns import ALPACA, CHATS, COMPLETIONS, IDS, Format, column_problems, formats
+from launch.data.columns import ALPACA, CHATS, COMPLETIONS, IDS, Format, formats
 from recipes.errors import UserError, mistake, one_line
-from recipes.mixture import Part
 from recipes.run import Settings
 
+IGNORED = -100  # the label that cross-entropy skips
 Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels: the same list if all is learned
 
 _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
-TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the second
-
-
-# https://github.com/tatsu-lab/stanford_alpaca, train.py: for models without a chat template
-_STANFORD = (
-    "Below is an instruction that describes a task{paired}. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n{context}### Response:"
-)
-_SAME = "lists of one length in every row"
-_PAIRED = ", paired with an input that provides further context"
 
 
 @dataclass
@@ -57,11 +45,10 @@ def encode_rows(
 
     `first` is the number of the first row in its split, so that a mistake can name its row.
     """
-    texts = {name: getattr(kind, "dtype", None) in TEXT_TYPES for name, kind in features.items()}
-    if wrong := column_problems(run, Part(""), texts):
-        raise UserError(*wrong)
     known = formats(run, features)
-    columns = _in_python(rows.select(list({*chain(*known), *_BESIDE} & {*features})), features)
+    names = {*chain(*known), *_BESIDE} & {*features}
+    info = DatasetInfo(features=Features({name: features[name] for name in names}))
+    columns = Dataset(rows.select(list(names)), info, fingerprint="a few rows")[:]  # which knows JSON in a column
     found: list[Any] = []
     for number in range(len(rows)):
         row = {name: values[number] for name, values in columns.items()}
@@ -69,23 +56,14 @@ def encode_rows(
         try:
             found.append(own and _read(row, own, run, tokenizer))
         except UserError as error:
-            raise error if first is None else _of_row(error, first + number) from None
+            where = "" if first is None else f"row {first + number + 1:,}: "
+            raise UserError(*(replace(one, what=where + one.what) for one in error.problems)) from None
     tokens: list[Tokens] = [one if isinstance(one, tuple) else ([], []) for one in found]
     for kind, encode in ((Text, _encode_texts), (Chat, _encode_chats)):
         places = [place for place, one in enumerate(found) if isinstance(one, kind)]
         for place, pair in zip(places, encode([found[place] for place in places], run, tokenizer), strict=True):
             tokens[place] = pair
     return tokens
-
-
-def _in_python(rows: pyarrow.Table, features: Features) -> dict[str, list]:
-    """The columns as `datasets` reads them: it knows JSON in a column."""
-    info = DatasetInfo(features=Features({name: features[name] for name in rows.column_names}))
-    return Dataset(rows, info, fingerprint="a few rows")[:]  # or it computes one
-
-
-def _of_row(error: UserError, number: int) -> UserError:
-    return UserError(*(replace(one, what=f"row {number + 1:,}: {one.what}") for one in error.problems))
 
 
 def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text | Chat | Tokens | None:
@@ -179,7 +157,8 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
     ids, labels = row["input_ids"], row["labels"] if "labels" in row else row["input_ids"]
     mask = row.get("attention_mask") or [1] * len(ids if isinstance(ids, list) else ())
     if not all(isinstance(one, list) for one in (ids, labels, mask)) or len(mask) != len(ids):
-        raise mistake("dataset_name", "has input_ids, labels or attention_mask that are no lists of one length", _SAME)
+        what = "has input_ids, labels or attention_mask that are no lists of one length"
+        raise mistake("dataset_name", what, "lists of one length in every row")
     if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
         what = f"has token ids that the tokenizer does not know: it has {vocabulary:,}"
         raise mistake("dataset_name", what, "the ids of the model's own tokenizer; or texts, which are tokenized here")
@@ -190,11 +169,10 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
 
 
 def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[str, Any]:
-    """A prompt and a completion: messages for the model's template, or else Stanford's text."""
+    """A prompt and a completion: messages for the model's template, or else texts."""
     task, given, answer = (_text(row, name, "dataset_name") for name in ("instruction", "input", "output"))
-    if template:
-        prompt = [{"role": "user", "content": "\n\n".join(filter(None, (task, given)))}]
-        return {**row, "prompt": prompt, "completion": [{"role": "assistant", "content": answer}]}
-    context = f"### Input:\n{given}\n\n" if given else ""
-    text = _STANFORD.format(paired=_PAIRED if given else "", instruction=task, context=context)
-    return {"prompt": text, "completion": answer}
+    prompt = "\n\n".join(filter(None, (task, given)))
+    if not template:
+        return {"prompt": f"{prompt}\n\n", "completion": answer}
+    roles = {"prompt": ("user", prompt), "completion": ("assistant", answer)}
+    return {**row, **{name: [{"role": role, "content": text}] for name, (role, text) in roles.items()}}

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import datasets
 import numpy as np
 import torch
 from datasets import Dataset
 
-from launch.data.batches import IGNORED, Example, Pad, Stack
+from launch.data.batches import Cut, Example, Joined, Packs, Pad, Stack, in_rows, nothing_to_learn, teaches
+from launch.data.encode import IGNORED
 from launch.data.labels import Labelled, Target, labelled, recognise
-from launch.data.mixture import Weights, mixed, of_parts, taken, tokens_of_parts
-from launch.data.packing import Cut, Joined, Packs, in_rows, nothing_to_learn, teaches
-from launch.data.streams import WINDOW, Stream, open_part, readers_of, stream_of
-from launch.data.tokens import Tokenized, lengths_of, numbers_of
+from launch.data.streams import Stream, open_part
+from launch.data.tokens import lengths_of, numbers_of, of_parts, tokenized
 from launch.host.world import World
-from recipes.errors import UserError, mistake, plural
+from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
@@ -70,21 +70,30 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     called before a process group is joined, whose time-outs would end them. `classes` are the names
     that the model was trained to tell apart, in its order.
     """
-    if run["dataset_streaming"]:
-        return _streamed(run, tokenizer)
-    is_classifier = run["task"] == "sequence_classification"
+    is_classifier, streams = run["task"] == "sequence_classification", run["dataset_streaming"]
     if is_classifier and not run["dataset_name"]:
         raise mistake("dataset_name", "is missing: classification needs labelled texts", "--dataset_name FILE_OR_ID")
-    parts, tokens = zip(*tokens_of_parts(run, tokenizer), strict=True)
+    parts, tokens = zip(*of_parts(run, tokenizer, open_part if streams else tokenized), strict=True)
     target = recognise(run, tokens[0].train, classes) if is_classifier else None
-    weights = [part.weight for part in parts]
-    rows, counts, sizes = _rows(run, tokenizer, [one.train for one in tokens], "dataset_train_split", weights, target)
-    often = taken(sizes, weights)
-    lines = [
-        f"{part}: {size:,} examples{f' x {count / size:,.2f}' if count > size else ''}, {count / sum(often):.1%} of all"
-        for part, size, count in zip(parts, sizes, often, strict=True)
-    ]
-    return _data(run, tokenizer, rows, counts, lines, tokens, target)
+    train: Rows | Stream
+    sources, weights = [one.train for one in tokens], [part.weight for part in parts]
+    if streams:
+        train = Stream(sources)
+        words = str(train)
+    else:
+        train, words = _rows(run, tokenizer, sources, "dataset_train_split", target, weights)
+    text = f"{title(run['dataset_name']) or 'stdlib source'}, {words}"
+    evaluation = None
+    if held_out := [one.eval for one in tokens if one.eval is not None]:
+        evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)
+        text += f"\nevaluation: {words}"
+    elif run["eval_strategy"] != "no":
+        raise UserError(nothing_to_evaluate_on("its parts have only train", streams))
+    # Padding is masked, so any token works.
+    collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
+    commit = ", ".join(one.commit for one in tokens if one.commit) or None
+    labels, kind = (target.names, target.problem_type) if target else (None, None)
+    return Data(train, evaluation, collator, text, labels, commit, kind)
 
 
 def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:
@@ -97,67 +106,29 @@ def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Datase
     return torch.utils.data.Subset(rows, [longest] * count)
 
 
-def _streamed(run: RunSpec, tokenizer) -> Data:
-    opened = of_parts(run, lambda part: open_part(run, tokenizer, part))
-    parts, tokens = zip(*(found for _, found in opened), strict=True)
-    stream = stream_of(run, tokenizer, parts)
-    order = f"shuffled within {WINDOW:,} rows" if stream.shuffles else "in their order"
-    packing = f", packed into sequences of {run['max_length']:,} tokens" if run["packing"] else ""
-    dealt = f"{plural(sum(stream.shards), 'shard')} for {plural(readers_of(run), 'reader')}"
-    lines = [
-        f"{part.source.part}: {stream.share(number):.1%} of all, {plural(shards, 'shard')}"
-        for number, (part, shards) in enumerate(zip(parts, stream.shards, strict=True))
-    ]
-    return _data(run, tokenizer, stream, f"streamed: {dealt}, {order}{packing}", lines, tokens)
-
-
-def _data(
-    run: RunSpec,
-    tokenizer,
-    train: Rows | Stream,
-    counts: str,
-    lines: Sequence[str],
-    tokens: Sequence[Tokenized],
-    target: Target | None = None,
-) -> Data:
-    """The data to train on, of which `counts` and for each part of a mixture one of the `lines`
-    tell a person, with what there is to evaluate on.
-    """
-    text = "\n".join([f"{title(run['dataset_name']) or 'stdlib source'}, {counts}", *(lines if lines[1:] else [])])
-    evaluation = None
-    if held_out := [one.eval for one in tokens if one.eval is not None]:
-        evaluation, counts, _ = _rows(run, tokenizer, held_out, "dataset_test_split", [None], target)
-        text += f"\nevaluation: {counts}"
-    elif run["eval_strategy"] != "no":
-        raise UserError(nothing_to_evaluate_on("its parts have only train", run["dataset_streaming"]))
-    # Padding is masked, so any token works.
-    collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
-    commit = ", ".join(one.commit for one in tokens if one.commit) or None
-    labels, kind = (target.names, target.problem_type) if target else (None, None)
-    return Data(train, evaluation, collator, text, labels, commit, kind)
-
-
 def _rows(
-    run: Settings, tokenizer, tokens: Sequence[Dataset], flag: str, weights: Weights, target: Target | None
-) -> tuple[Rows, str, list[int]]:
-    """Rows to train or to evaluate on, in words too, and the number of examples of each part."""
+    run: Settings, tokenizer, tokens: Sequence[Dataset], flag: str, target: Target | None, weights: Sequence = (None,)
+) -> tuple[Rows, str]:
+    """Rows to train or to evaluate on, in words too."""
     rows: Rows
     if target:
         rows = labelled(run, tokens[0], target, flag)
-        sizes = [len(rows)]
+        left_out = len(tokens[0]) - len(rows)
     else:
         examples = [part.select(np.flatnonzero(teaches(run, numbers_of(part, "first_learned")))) for part in tokens]
-        sizes = [len(part) for part in examples]
-        if not all(sizes):
+        if not all(map(len, examples)):
             raise nothing_to_learn(flag, run["max_length"])
-        together = mixed(examples, weights)
+        left_out = sum(map(len, tokens)) - sum(map(len, examples))
+        together = datasets.concatenate_datasets(examples)
+        if None not in weights:  # until each example has been seen, parts that end begin again
+            shares = [weight / sum(weights) for weight in weights]
+            together = datasets.interleave_datasets(examples, shares, run["seed"], stopping_strategy="all_exhausted")
         rows = in_rows(run, together, tokenizer.pad_token_id or 0)
         if not len(rows):
             total, length = lengths_of(together).sum(), run["max_length"]
             what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
             raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
-    left_out = sum(map(len, tokens)) - sum(sizes)
-    return rows, str(rows) + (f", {left_out:,} left out: nothing to learn in them" if left_out else ""), sizes
+    return rows, str(rows) + (f", {left_out:,} left out: nothing to learn in them" if left_out else "")
 
 
 # --- Examples as a person reads them --------------------------------------------------------------

@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, ReadInstru
 from datasets.table import table_cast
 from huggingface_hub import HfApi
 
-from launch.data.columns import new_names
+from launch.data.columns import column_problems, new_names
 from launch.data.demo import demo_corpus, held_out
 from recipes.errors import StreamBroke, UserError, mistake, one_line
 from recipes.mixture import Part, parts_of, paths_of
@@ -49,11 +49,8 @@ def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, fl
     """The splits that are read, and how many rows from the start: infinity for all of them."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
-        # A part that ends at the same row however long its split is needs no more than that.
-        some, more = (_parts(dict.fromkeys(names, rows), flag, split) for rows in (10**12, 10**13))
-        for part, longer in zip(some, more, strict=True):
-            rows = part.to if part.to == longer.to and part.from_ == longer.from_ else math.inf
-            needed[part.splitname] = max(needed.get(part.splitname, 0), rows)
+        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # more than there are, so 1 % too
+            needed[part.splitname] = max(needed.get(part.splitname, 0), part.to if part.to < 10**9 else math.inf)
     return needed
 
 
@@ -131,25 +128,17 @@ class Source:
                 yield table_cast(table, self.features.arrow_schema), self.rows.state_dict()
 
 
-def source_of(part: Part, rows: IterableDataset) -> Source:
-    """The source of these rows. Raises `UserError` if a column is missing that the part renames."""
+def source_of(run: Settings, part: Part, rows: IterableDataset) -> Source:
+    """The source of these rows. Raises `UserError` if no row with their columns can be read."""
     features = rows.features
     if features is None:  # some readers say none
         with _reading(part.name):
             first = next(iter(rows.iter(1)), None)
         features = Features() if first is None else Features.from_arrow_schema(first.schema)
-    if absent := [column for column in part.columns if column not in features]:
-        what = f"{part.name} has no column {absent[0]!r}; it has {', '.join(features)}"
-        raise mistake("dataset_name", what, "columns with names that are there")
+    if features and (wrong := column_problems(run, part, features)):
+        raise UserError(*wrong)
     names = new_names(features, part)
     return Source(part, rows, Features({new: features[old] for old, new in names.items()}))
-
-
-def demo_splits(run: Settings) -> dict[str, Dataset]:
-    texts = demo_corpus()
-    evaluates = run["eval_strategy"] != "no"
-    parts = dict(zip(("train", "test"), held_out(texts), strict=True)) if evaluates else {"train": texts}
-    return {name: Dataset.from_dict({"text": part}) for name, part in parts.items()}
 
 
 def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) -> dict[str, IterableDataset]:
@@ -169,7 +158,9 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
     """The splits of a part, as rows on the disk or as streams."""
     name, config = part.name, part.config or run["dataset_config"]
     if not name:
-        return demo_splits(run)
+        texts = demo_corpus()
+        train, test = (texts, []) if run["eval_strategy"] == "no" else held_out(texts)
+        return {split: Dataset.from_dict({"text": part}) for split, part in (("train", train), ("test", test)) if part}
     if not (paths := paths_of(name)):
         return _open_hub(name, config, commit)
     path = paths[0]

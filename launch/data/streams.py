@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import fsspec.asyn
 import numpy as np
@@ -28,13 +27,12 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from launch.data import sources
-from launch.data.batches import IGNORED, Example
-from launch.data.mixture import evenly, naming
-from launch.data.packing import in_rows, joins, nothing_to_learn, teaches
-from launch.data.tokens import Encoder, Tokenized, token_table, tokenized
-from recipes.errors import StreamBroke, UserError
+from launch.data.batches import Example, in_rows, joins, nothing_to_learn, teaches
+from launch.data.encode import IGNORED
+from launch.data.tokens import Encoder, Tokenized, naming, token_table, tokenized
+from recipes.errors import StreamBroke, UserError, plural
 from recipes.mixture import Part
-from recipes.run import Json, RunSpec, Settings
+from recipes.run import Json, RunSpec
 
 WINDOW = 1_000  # examples that are packed and shuffled together
 PLACE = "place"  # in an example, and in a batch: where the stream goes on after it
@@ -52,15 +50,27 @@ class Stream(torch.utils.data.IterableDataset):
     """
 
     parts: Sequence[Encoder]
-    prepare: Callable[[pa.Table], Sequence[Example]]  # the examples of a window's tokens
-    longest: Example  # the longest that it may hold: it takes the most memory
-    seed: int
-    shuffles: bool = True
     rank: int = 0
     ranks: int = 1
     places: Mapping[str, Json] = field(default_factory=dict)
     turn: int = 0
     first_round: int = 0
+
+    def __post_init__(self) -> None:
+        self.run = run = self.parts[0].run
+        self.seed = run["seed"] if run["data_seed"] is None else run["data_seed"]
+        self.shuffles = run["train_sampling_strategy"] != "sequential"
+
+    def __str__(self) -> str:
+        order = f"shuffled within {WINDOW:,} rows" if self.shuffles else "in their order"
+        packing = f", packed into sequences of {self.run['max_length']:,} tokens" if self.run["packing"] else ""
+        return f"streamed: {plural(sum(self.shards), 'shard')}, {order}{packing}"
+
+    @property
+    def longest(self) -> Example:
+        """The longest example that there may be: it takes the most memory."""
+        filled = [0] * self.run["max_length"]
+        return self._in_rows(token_table([(filled, filled)]))[0]
 
     @property
     def shards(self) -> list[int]:
@@ -92,7 +102,7 @@ class Stream(torch.utils.data.IterableDataset):
         of_parts = (self._of_part(number, reader, readers, first, at) for number, at in enumerate(place["parts"]))
         for window, found in enumerate(zip(*of_parts, strict=True), start=first):
             starts, tables = zip(*found, strict=True)
-            examples = self.prepare(pa.concat_tables(tables).take(evenly([len(table) for table in tables])))
+            examples = self._in_rows(pa.concat_tables(tables))
             order = np.arange(len(examples))
             if self.shuffles:
                 np.random.default_rng((self.seed, reader, window, *(at["round"] for at in starts))).shuffle(order)
@@ -119,8 +129,8 @@ class Stream(torch.utils.data.IterableDataset):
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
         """What there is to learn in a part, piece by piece and round after round, and its place."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
-        size, longest = math.ceil(WINDOW * self.share(number)), len(self.longest["input_ids"])
-        with naming(encode.source.part.name, len(self.parts) == 1):
+        size = math.ceil(WINDOW * self.share(number))
+        with naming(encode.source.part.name if self.parts[1:] else ""):
             while True:
                 rows, fellow, fellows = dealt(encode.source.rows, reader, readers)
                 if self.shuffles:
@@ -134,8 +144,17 @@ class Stream(torch.utils.data.IterableDataset):
                         learns = True
                     before, used = after, 0
                 if not learns:
-                    raise nothing_to_learn("dataset_name", longest)
+                    raise nothing_to_learn("dataset_name", self.run["max_length"])
                 turn, before = turn + 1, None
+
+    def _in_rows(self, tokens: pa.Table) -> Sequence[Example]:
+        """A window's examples, packed if the run packs."""
+        padding = self.parts[0].tokenizer.pad_token_id or 0
+        if joins(self.run):
+            # Joining leaves the last part out if it is not full: here one of every window.
+            rest = -len(tokens["input_ids"].combine_chunks().flatten()) % self.run["max_length"]
+            tokens = pa.concat_tables([tokens, token_table([([padding] * rest, [IGNORED] * rest)])])
+        return in_rows(self.run, Dataset(tokens, fingerprint="a window"), padding)  # or it computes one
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
@@ -150,21 +169,7 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     return rows.shard(groups, reader % groups, contiguous=False), reader // groups, readers // groups
 
 
-# --- From a run -----------------------------------------------------------------------------------
-
-
-def stream_of(run: RunSpec, tokenizer, parts: Sequence[Encoder]) -> Stream:
-    filled = [0] * run["max_length"]
-    return Stream(
-        parts=parts,
-        prepare=partial(_in_rows, run=_plain(run), tokenizer=tokenizer),
-        longest=_in_rows(token_table([(filled, filled)]), run, tokenizer)[0],
-        seed=run["seed"] if run["data_seed"] is None else run["data_seed"],
-        shuffles=run["train_sampling_strategy"] != "sequential",
-    )
-
-
-def open_part(run: RunSpec, tokenizer, part: Part) -> tuple[Encoder, Tokenized]:
+def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """A part to train on as a stream, and its tokens to evaluate on, which are made once and kept.
     Raises `UserError` for what the user can correct.
     """
@@ -173,31 +178,13 @@ def open_part(run: RunSpec, tokenizer, part: Part) -> tuple[Encoder, Tokenized]:
     wanted = sources.wanted_splits(run, part, list(splits))
     sources.rows_needed(wanted, list(splits))  # raises for a split that is not there
     rows = splits[wanted["dataset_train_split"]]
-    if rows.num_shards % readers_of(run):
+    if rows.num_shards % (run.data_parallel_size * max(1, run["dataloader_num_workers"])):
         rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
-    encode = Encoder(sources.source_of(part, rows), _plain(run), tokenizer)
+    # A worker that is not forked gets the settings pickled, which their environment cannot be.
+    encode = Encoder(sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer)
     if (first := next(encode.source.tables(WINDOW), None)) is not None:
         encode(first[0], 0)  # what is wrong with its columns is said before a model is loaded
     evaluation = None
     if test := wanted.get("dataset_test_split"):
         evaluation = tokenized(run.given_too(dataset_test_split=test), tokenizer, replace(part, split=test)).eval
-    return encode, Tokenized(None, evaluation, commit)
-
-
-def _plain(run: RunSpec) -> Settings:
-    """A worker that is not forked gets the settings pickled, which their environment cannot be."""
-    return {setting: run[setting] for setting in run}
-
-
-def readers_of(run: RunSpec) -> int:
-    return run.data_parallel_size * max(1, run["dataloader_num_workers"])
-
-
-def _in_rows(tokens: pa.Table, run: Settings, tokenizer) -> Sequence[Example]:
-    """A window's examples, packed if the run packs."""
-    padding = tokenizer.pad_token_id or 0
-    if joins(run):
-        # Joining leaves the last part out if it is not full: here one of every window.
-        rest = -len(tokens["input_ids"].combine_chunks().flatten()) % run["max_length"]
-        tokens = pa.concat_tables([tokens, token_table([([padding] * rest, [IGNORED] * rest)])])
-    return in_rows(run, Dataset(tokens, fingerprint="a window"), padding)  # or it computes one
+    return Tokenized(encode, evaluation, commit)

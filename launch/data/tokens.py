@@ -19,10 +19,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -35,13 +35,12 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from launch.data import sources
-from launch.data.batches import IGNORED
-from launch.data.encode import Tokens, encode_rows
+from launch.data.encode import IGNORED, Tokens, encode_rows
 from launch.data.sources import Source
-from launch.host.files import flush, write_whole
+from launch.host.files import write_whole
 from recipes import __version__
-from recipes.errors import mistake
-from recipes.mixture import Part
+from recipes.errors import UserError, mistake
+from recipes.mixture import Part, parts_of_run
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
 
@@ -58,8 +57,8 @@ _INDEX = "index.json"
 
 # `learned` takes a bit for each token, where labels would take four bytes: they are the tokens that
 # are learned. `first_learned` is the place of the first label that a token predicts.
-_IDS = {"input_ids": List(Value("int32")), "length": Value("int32")}
-TOKENS = Features(_IDS | {"learned": List(Value("bool")), "first_learned": Value("int32")})
+_NUMBER = Value("int32")
+TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("bool")), first_learned=_NUMBER)
 
 
 # --- What a file holds ---------------------------------------------------------------------------
@@ -123,51 +122,39 @@ class Encoder:
         """As many rows of tokens. Raises `UserError` for rows that cannot be learned from; `first`
         is the number of the first one, if it is known.
         """
+        tokens: list[Tokens] = []
         size = max(1, len(rows) * PIECE_BYTES // max(PIECE_BYTES, rows.nbytes))
-        starts = range(0, max(1, len(rows)), size)
-        return pa.concat_tables(
-            [self._piece(rows.slice(at, size), None if first is None else first + at) for at in starts]
-        )
-
-    def _piece(self, rows: pa.Table, first: int | None) -> pa.Table:
         features = self.source.features
-        try:
-            tokens = encode_rows(rows, features, self.run, self.tokenizer, first)
-        except UnicodeDecodeError as error:  # pyarrow's JSON reader does not look at bytes: only a use of the text does
-            raise sources.unreadable(self.source.part.name, error) from None
-        if self.run["task"] != "sequence_classification":
-            return token_table(tokens)
-        name = self.run["dataset_label_field"]  # the label of each row is kept as the data has it
-        schema = Features(_IDS | {"label": features[name]}).arrow_schema
-        ids = pa.array([own for own, _ in tokens], schema.field("input_ids").type)
-        return pa.Table.from_arrays([ids, ids.value_lengths(), rows.column(name).combine_chunks()], schema=schema)
+        for at in range(0, len(rows), size):
+            number = None if first is None else first + at
+            try:
+                tokens += encode_rows(rows.slice(at, size), features, self.run, self.tokenizer, number)
+            except UnicodeDecodeError as error:  # pyarrow's JSON reader does not look at bytes: a use of the text does
+                raise sources.unreadable(self.source.part.name, error) from None
+        table = token_table(tokens)
+        if self.run["task"] == "sequence_classification":  # the label of each row is kept as the data has it
+            name = self.run["dataset_label_field"]
+            schema = Features(TOKENS | {"label": features[name]}).arrow_schema
+            table = pa.Table.from_arrays([*table.columns, rows.column(name)], schema=schema)
+        return table
 
 
 def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
     """The tokens of a source behind a place, table by table, each with the place behind it; `first`
     is the number of the first row.
 
-    The tokenizer's own threads make them. Processes took half as much memory again, and the
-    templates of chats, which one process renders here, are a sixth of the work.
+    The tokenizer's own threads make them, which `quiet_libraries` has turned off: a process with
+    such threads warns if it forks. Processes took half as much memory again, and the templates of
+    chats, which one process renders here, are a sixth of the work.
     """
-    with contextlib.ExitStack() as stack:
+    before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when they start
+    try:
         for number, (table, after) in enumerate(encode.source.tables(ROWS_AT_ONCE, place)):
-            if number == 1 and workers > 1:  # little data starts no threads, which would hang in a later fork
-                stack.enter_context(_threads(workers))
+            if number and workers > 1:  # little data starts no threads, which would hang in a later fork
+                os.environ["TOKENIZERS_PARALLELISM"] = "true"
             yield encode(table, first), after
             first += len(table)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """The tokenizer's threads, which `quiet_libraries` has turned off: it warns if a process with
-    such threads forks.
-    """
-    os.environ.setdefault("RAYON_NUM_THREADS", str(count))  # read once, when they start
-    before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
     finally:
         os.environ["TOKENIZERS_PARALLELISM"] = before
 
@@ -179,7 +166,7 @@ def _threads(count: int) -> Iterator[None]:
 class Tokenized:
     """The tokens of the splits of a part; of data from the Hub its commit."""
 
-    train: Dataset
+    train: Any  # a Dataset; of a stream, the Encoder
     eval: Dataset | None
     commit: str | None = None
     folder: Path | None = None  # None if they are in memory only
@@ -194,7 +181,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     if not part.name:  # the demonstration's, which is small
         splits = {}
         for name, rows in sources.open_splits(run, part, None).items():
-            encode = Encoder(sources.source_of(part, rows), run, tokenizer)
+            encode = Encoder(sources.source_of(run, part, rows), run, tokenizer)
             tables = [encode(table) for table, _ in encode.source.tables(ROWS_AT_ONCE)]
             splits[name] = Dataset(pa.concat_tables(tables), fingerprint=name)
         return Tokenized(splits["train"], splits.get("test"))
@@ -209,11 +196,29 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
         what = f"the tokens cannot be kept in {folder}: {error.strerror}"
         raise mistake("HF_HOME", what, "HF_HOME in the environment, with a writable folder") from None
     with FileLock(folder / "lock"):
-        if (found := _open(folder, run, part)) is None:
-            _make(folder, run, tokenizer, part, commit)
-            found = _open(folder, run, part)
-    assert found is not None
+        return _open(folder, run, part) or _make(folder, run, tokenizer, part, commit)
+
+
+def of_parts(
+    run: RunSpec, tokenizer, read: Callable[[RunSpec, Any, Part], Tokenized] = tokenized
+) -> list[tuple[Part, Tokenized]]:
+    """Each part of the run's data with its tokens. The demonstration has no name."""
+    parts = parts_of_run(run) or [Part("")]
+    found = []
+    for part in parts:
+        with naming(part.name if parts[1:] else ""):
+            found.append((part, read(run, tokenizer, part)))
     return found
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """A mistake about one of several parts says which; `name` is empty if it is the only one."""
+    try:
+        yield
+    except UserError as error:
+        whats = (problem.what if name in problem.what else f"{name}: {problem.what}" for problem in error.problems)
+        raise UserError(*map(lambda one, what: replace(one, what=what), error.problems, whats)) from None
 
 
 def cache_folder() -> Path:
@@ -242,8 +247,8 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
     return made[-1] if made else root / f"{stem}-offline", None
 
 
-def _contents(tokenizer) -> list[str]:
-    """Hashes of what a tokenizer consists of: two with equal hashes make the same tokens."""
+def _contents(tokenizer) -> list:
+    """A tokenizer's class and its files: two with equal contents make the same tokens."""
     if tokenizer.is_fast:  # it keeps what its last call asked for, and each call asks anew
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -251,10 +256,9 @@ def _contents(tokenizer) -> list[str]:
         tokenizer.save_pretrained(folder)
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         contents = {file.name: file.read_bytes() for file in files}
-    if config := json.loads(contents.pop("tokenizer_config.json", b"{}")):
-        lasting = {name: value for name, value in config.items() if name not in _HOW_IT_WAS_FOUND}
-        contents["config"] = json.dumps(lasting, sort_keys=True).encode()
-    return [type(tokenizer).__name__, *(hashlib.sha256(content).hexdigest() for content in contents.values())]
+    config = json.loads(contents.pop("tokenizer_config.json", b"{}"))
+    lasting = sorted((name, value) for name, value in config.items() if name not in _HOW_IT_WAS_FOUND)
+    return [type(tokenizer).__name__, lasting, *(hashlib.sha256(one).hexdigest() for one in contents.values())]
 
 
 def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
@@ -285,7 +289,7 @@ def _mapped(folder: Path, files: int) -> Dataset:
 # --- Making it -----------------------------------------------------------------------------------
 
 
-def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None) -> None:
+def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None) -> Tokenized:
     """Tokenize what is not there yet of the splits that the run reads."""
     splits = sources.open_splits(run, part, commit)
     needed = sources.rows_needed(sources.wanted_splits(run, part, list(splits)), list(splits))
@@ -294,12 +298,16 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
         made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})
         if _is_enough(made, wanted):
             continue
-        encode = Encoder(sources.source_of(part, splits[split]), run, tokenizer)
+        encode = Encoder(sources.source_of(run, part, splits[split]), run, tokenizer)
         encoded = in_order(encode, made["place"], made["rows"], run["dataset_num_proc"] or run.hardware.cores)
-        with contextlib.closing(encoded), _progress(f"{part.name} ({split})") as progress:
+        # Tokens are counted on a terminal at once, and every ten seconds elsewhere.
+        seconds, title = 0.2 if sys.stderr.isatty() else 10, f"tokenizing {part.name} ({split})"
+        progress = tqdm(desc=title, unit=" tokens", unit_scale=True, mininterval=seconds, delay=1)
+        with contextlib.closing(encoded), progress:
             while not _is_enough(made, wanted):
                 _make_file(folder / split, made, wanted, encoded, progress)
                 write_whole(folder / _INDEX, json.dumps(index).encode())
+    return cast(Tokenized, _open(folder, run, part))
 
 
 def _make_file(
@@ -317,20 +325,8 @@ def _make_file(
             break
     if unit or not made["files"]:
         table = pa.concat_tables(unit or [TOKENS.arrow_schema.empty_table()]).combine_chunks()
-        _write(folder / f"{made['files']:05}.arrow", table)
+        content = pa.BufferOutputStream()
+        with pa.ipc.new_stream(content, table.schema) as writer:
+            writer.write_table(table)
+        write_whole(folder / f"{made['files']:05}.arrow", content.getvalue().to_pybytes())
         made["files"] += 1
-
-
-def _progress(name: str) -> tqdm:
-    """Counts tokens, on a terminal at once, and every ten seconds elsewhere."""
-    seconds = 0.2 if sys.stderr.isatty() else 10
-    return tqdm(desc=f"tokenizing {name}", unit=" tokens", unit_scale=True, mininterval=seconds, delay=1)
-
-
-def _write(file: Path, table: pa.Table) -> None:
-    file.parent.mkdir(exist_ok=True)
-    unfinished = file.with_name(f".{file.stem}-{os.uname().nodename}")  # a file system may lock on a node only
-    with pa.ipc.new_stream(str(unfinished), table.schema) as writer:
-        writer.write_table(table)
-    flush(unfinished)
-    unfinished.replace(file)

@@ -137,7 +137,7 @@ def _tokenize(run: RunSpec) -> None:
 
     If the kernel ended a probe that tokenizes, its micro-batch would count as too large.
     """
-    from launch.data.mixture import tokens_of_parts
+    from launch.data.tokens import of_parts
     from launch.output.resume import look_ahead
     from launch.training.model import load_tokenizer, with_model
 
@@ -146,7 +146,7 @@ def _tokenize(run: RunSpec) -> None:
     if not run["fit_only"]:
         look_ahead(known)
     if run["dataset_name"] and not run["dataset_streaming"]:
-        tokens_of_parts(known, tokenizer)
+        of_parts(known, tokenizer)
 
 
 # --- One candidate, on all ranks ------------------------------------------------------------------

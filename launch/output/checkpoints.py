@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 import secrets
 import shutil
@@ -66,12 +65,6 @@ class Checkpoint:
 # --- Its manifest ---------------------------------------------------------------------------------
 
 
-def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
-    """The identity of a run that begins now, perhaps from a checkpoint that its user has named."""
-    named = str(began_from.resolve()) if began_from else None
-    return {"id": secrets.token_hex(8), "began_from": named, "began_at": began_at}
-
-
 def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | None = None) -> None:
     """Mark the checkpoint in `folder` as being written: by which engine, how many processes, and
     which run.
@@ -84,20 +77,15 @@ def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | Non
     flush(folder.parent)
 
 
-def commit(folder: Path, names: Collection[str]) -> bool:
+def commit(folder: Path, names: Collection[str]) -> None:
     """Complete the checkpoint: flush these files and their folders, then write the manifest.
 
-    `names` are paths in `folder`. Returns False, and commits nothing, if one of them has vanished
-    meanwhile: somebody has deleted the checkpoint. Raises `OSError` if the disk does not take it.
+    `names` are paths in `folder`. Raises `OSError` if the disk does not take it.
     """
     contents = manifest_of(folder)
     contents.pop("begun", None)
-    try:
-        flush_files([folder / name for name in names])
-        _write(folder, {**contents, "files": described(folder, names)})
-    except FileNotFoundError:
-        return False
-    return True
+    flush_files([folder / name for name in names])
+    _write(folder, {**contents, "files": described(folder, names)})
 
 
 def _write(folder: Path, contents: Json) -> None:
@@ -235,8 +223,6 @@ def inspect(path: Path, run: Json | None = None) -> Checkpoint:
 
 def _faults(path: Path, names: list[str]) -> list[str]:
     """What is missing, changed or broken, one line each. A manifest answers for every byte."""
-    if (path / _TRAINERS_MARKER).exists():
-        return ["marked incomplete"]
     if not (path / MANIFEST).exists():
         found = [f"{name} is damaged or cannot be read" for name in names if not _is_readable(path / name)]
         if not any(name.startswith(_WEIGHTS) for name in names):
@@ -259,9 +245,7 @@ def _is_readable(file: Path) -> bool:
     from safetensors import safe_open
 
     try:
-        if file.suffix == ".json":
-            json.loads(file.read_text(encoding="utf-8"))
-        elif file.suffix == ".safetensors":
+        if file.suffix == ".safetensors":
             with safe_open(file, framework="np"):  # the header, and that the file is as long as it says
                 pass
         elif file.suffix in (".pt", ".pth", ".bin"):
@@ -286,11 +270,6 @@ def _notes(path: Path, names: list[str]) -> list[str]:
 
 def _state(path: Path) -> Json:
     return read_json(path / STATE)[0] or {}
-
-
-def epoch_of(path: Path) -> float:
-    """How many epochs a checkpoint that has no faults has trained."""
-    return _state(path).get("epoch", 0.0)
 
 
 def _step(path: Path) -> int:
@@ -323,16 +302,14 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     """Delete old checkpoints beside `newest`, so that `limit` are left, among them the best.
 
     As Trainer does it, but by their steps, since a copied folder or a wrong clock gives any times.
-    Those beyond `newest` are of a run that was resumed from an earlier step, and go first. Those of
-    another run stay.
+    Those of another run stay.
     """
     if limit is None or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
     run = manifest_of(newest).get("run")
     own = [path for path in numbered(newest.parent) if not is_foreign(path, run)]
-    own.sort(key=lambda path: (_step(path) <= _step(newest), _step(path)))
-    old = [path for path in own if path.resolve() not in kept]
+    old = [path for path in reversed(own) if path.resolve() not in kept]
     remove(old[: max(0, len(own) - max(limit, len(kept)))])
 
 

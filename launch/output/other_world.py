@@ -57,19 +57,16 @@ def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
     """What a resume by this number of processes, each with so many workers that load data, cannot
     carry over exactly, in one line.
     """
-    before, readers, now = writers(checkpoint), readers_of(checkpoint), (processes, max(1, workers))
-    if readers is not None and readers != now:
-        then, here = (
-            f"{plural(count, 'process')} with {plural(each, 'reader')} each" for count, each in (readers, now)
-        )
+    before = writers(checkpoint)
+    if readers_of(checkpoint) not in (None, (processes, max(1, workers))):
         return (
-            f"{checkpoint.name} was written by {then} of the stream, {here} go on: the weights and the schedule "
+            f"{checkpoint.name} was written by another number of processes or workers: the weights and the schedule "
             "are kept; the stream begins another round, in which examples of the last may come again"
         )
     if before in (None, processes):
         return None
     return (
-        f"{checkpoint.name} was written by {plural(before, 'process')}, {processes} go on: same data in the same "
+        f"{checkpoint.name} was written by {plural(before, 'process')}, {processes} resume: same data in the same "
         "order; random numbers (dropout) and the rounding of sums differ"
     )
 

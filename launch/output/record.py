@@ -9,10 +9,13 @@ import hashlib
 import json
 import os
 import platform
+import re
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -29,7 +32,6 @@ from launch.host.world import World
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import HIDDEN, Json, RunSpec, fingerprints, recorded, shown
-from recipes.run.engine import deepspeed_json
 from recipes.run.files import default_accelerate_config, expanded, read_json, read_yaml
 
 NAME = recorded.NAME
@@ -71,14 +73,12 @@ ENVIRONMENT = (
     "NCCL_* GLOO_* ACCELERATE_* FSDP_* DS_* TORCH_* TORCHINDUCTOR_* PYTORCH_* HF_* TRANSFORMERS_*"
 ).split()
 _ONLY_A_PLACE = ("*_HOME", "*_DIR", "*_CACHE", "*_PATH", "*_FILE", "TORCH_ELASTIC_*")
-_LARGEST_FILE = 1 << 20  # a recipe, a YAML or a JSON for an engine is some kilobytes
 
 # What each field means: `recipes show --help` prints it. Trainer's results stand beside them.
 FIELDS = {
     "status": "running, finished, preempted, interrupted, out_of_memory or failed",
     "error": "why it failed",
     "recipe": "the recipe's name; `settings.recipe` is what was typed",
-    "recipe_files": "the files that a recipe of the user's own was read from",
     "engine": "the engine that trained, such as DDP or DeepSpeed ZeRO-2",
     "world_size": "processes in all",
     "local_world_size": "processes on each node",
@@ -119,6 +119,29 @@ FIELDS = {
     "peak_memory_bytes": "peak memory",
     "peak_memory_of": "which memory that is",
 }
+
+
+def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
+    """The identity of a run that begins now, perhaps from a checkpoint that its user has named."""
+    named = str(began_from.resolve()) if began_from else None
+    return {"id": secrets.token_hex(8), "began_from": named, "began_at": began_at}
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The run that the folder already holds, if any.
+
+    `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
+    are for a person. `kept` is what the record of this start takes from the one before, `identity`
+    that of the run that resumes, or begins.
+    """
+
+    checkpoint: Path | None = None
+    step: int = 0
+    finished: bool = False
+    notes: list[str] = field(default_factory=list)
+    kept: Json = field(default_factory=dict)
+    identity: Json = field(default_factory=new_run)
 
 
 # --- Reading and writing --------------------------------------------------------------------------
@@ -177,29 +200,19 @@ def forget_out_of_memory(folder: Path) -> None:
 
 @contextlib.contextmanager
 def kept_record(
-    run: RunSpec,
-    world: World,
-    data_commit: str | None = None,
-    kept: Json | None = None,
-    identity: Json | None = None,
-    classes: list[str] | None = None,
-    step: int = 0,
+    run: RunSpec, world: World, earlier: Earlier, data_commit: str | None, classes: list[str] | None
 ) -> Iterator[Json]:
     """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
-    `failed`. Yields the results, which the training fills in.
-
-    `kept` are fields of an earlier start's record that a resume keeps, `identity` tells this run
-    from others (checkpoints.new_run), `classes` are a classifier's names. `step` is where this
-    start begins.
+    `failed`. Yields the results, which the training fills in. `classes` are a classifier's names.
 
     Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
     out_of_memory.json, which that rank has left, tells the cause.
     """
     results: Json = {}
-    content, kept = started(run, world.size, data_commit), kept or {}
-    content |= {**kept, "run": identity, "settings": content["settings"] | kept.get("settings", {})}
+    content, kept = started(run, world.size, data_commit), earlier.kept
+    content |= {**kept, "run": earlier.identity, "settings": content["settings"] | kept.get("settings", {})}
     content |= {"classes": classes} if classes else {}
-    session = {name: content[name] for name in ("started", "world_size", "versions")} | {"from_step": step}
+    session = {name: content[name] for name in ("started", "world_size", "versions")} | {"from_step": earlier.step}
     content["sessions"] = [*kept.get("sessions", []), session]
     folder, began, ended = Path(run["output_dir"]), time.monotonic(), {"status": "finished"}
     if world.is_main:
@@ -265,7 +278,6 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml:
     content = {
         "status": "running",
         "recipe": run.recipe.name,
-        **({"recipe_files": [str(Path(file).resolve()) for file in run.recipe.files]} if run.recipe.files else {}),
         "engine": run.engine.title,
         "world_size": world_size,
         "local_world_size": run.local_world_size,
@@ -318,9 +330,8 @@ def versions() -> dict[str, str | None]:
 def cpu() -> str:
     """The processor's name, as Linux calls it."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        if named := re.search(r"model name\s*:(.*)", Path("/proc/cpuinfo").read_text(errors="replace")):
+            return named[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -368,21 +379,13 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     paths = [*run.recipe.files, run.recipe.engine if run.recipe.files else None, yaml]
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]
     if yaml:
-        paths.append(_deepspeed_file(yaml))
-    contents = {str(expanded(path).resolve()): _text(expanded(path)) for path in paths if path}
-    return {path: recorded_text(text) for path, text in contents.items() if text is not None}
-
-
-def _deepspeed_file(yaml: str) -> str | None:
-    with contextlib.suppress(UserError):
-        section = read_yaml(yaml, "--config_file").get("deepspeed_config")
-        if isinstance(section, dict) and deepspeed_json(section) is not None:
-            return section["deepspeed_config_file"]
-    return None
-
-
-def _text(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8") if file.stat().st_size <= _LARGEST_FILE else None
-    except (OSError, ValueError):
-        return None
+        with contextlib.suppress(UserError):
+            section = read_yaml(yaml, "--config_file").get("deepspeed_config")
+            named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+            paths.append(named if isinstance(named, str) else None)
+    contents = {}
+    for path in filter(None, paths):
+        file = expanded(path).resolve()
+        with contextlib.suppress(OSError, ValueError):
+            contents[str(file)] = recorded_text(file.read_text(encoding="utf-8"))
+    return contents

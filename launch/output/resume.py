@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,38 +18,19 @@ from launch.output import other_world, record, submission
 from launch.output.checkpoints import (
     Checkpoint,
     archive_damaged,
-    epoch_of,
     inspect,
     manifest_of,
     model_notes,
-    new_run,
     newest_valid,
     numbered,
     remove,
 )
+from launch.output.record import Earlier, new_run
 from launch.terminal import memory_size
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.run import Json, RunSpec, fingerprints
 from recipes.scaling.timings import require_room
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The run that the folder already holds, if any.
-
-    `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person. `kept` is what the record of this start takes from the one before, `identity`
-    that of the run that goes on, or begins.
-    """
-
-    checkpoint: Path | None = None
-    step: int = 0
-    finished: bool = False
-    notes: list[str] = field(default_factory=list)
-    kept: Json = field(default_factory=dict)
-    identity: Json = field(default_factory=new_run)
-
 
 # --- The folder -----------------------------------------------------------------------------------
 
@@ -115,7 +94,7 @@ def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
     if free <= needed_bytes:
         needed = memory_size(needed_bytes)
         what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {needed} at least"
-        raise mistake("output_dir", what, "--output_dir on a larger disk", run.setting("output_dir").source)
+        raise _refused(run, what, "--output_dir on a larger disk")
     for left in Path(run["output_dir"]).glob(f"{other_world.COPY}checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)
     if run["fresh"]:
@@ -205,8 +184,6 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
     """
     own = old.get("run") or {}
     newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
-    if newest is not None:
-        _require_steps_left(run, newest)
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if not old:
         notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
@@ -226,7 +203,6 @@ def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[st
     if not checkpoint.valid:
         fix = "leave it out: the newest valid checkpoint is found automatically"
         raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
-    _require_steps_left(run, checkpoint)
     began_from = record.read_intact(path.parent)
     return _from(checkpoint, run, began_from, new_run(path, checkpoint.step), notes, data_commit)
 
@@ -238,6 +214,10 @@ def _from(
 
     The record keeps what that run began with: `merge` and `rerun` compare with it.
     """
+    if 0 < run["max_steps"] < checkpoint.step:  # its model would be saved as that of a shorter training
+        what = f"{checkpoint.path.name} has trained {checkpoint.step} steps already, more than {run['max_steps']}"
+        have_it = f"--max_steps {checkpoint.step} to have its model"
+        raise _refused(run, what, f"{have_it}, --resume_from_checkpoint with an older one, or --fresh", "max_steps")
     kept, course = _changes(run, old)
     notes = [*notes, *checkpoint.notes]
     # Of a stream or the Hub, which has no flag for an older commit: others were refused.
@@ -333,19 +313,6 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
             f"the checkpoints were written with {before}, and {by} cannot read them",
             "the same engine, another --output_dir, or --fresh",
         )
-
-
-def _require_steps_left(run: RunSpec, checkpoint: Checkpoint) -> None:
-    """Raises `UserError` if the checkpoint has trained more than this run is asked for: its model
-    would be saved as that of a shorter training.
-    """
-    name, done, unit = "max_steps", float(checkpoint.step), "steps"
-    if run["max_steps"] <= 0:
-        name, done, unit = "num_train_epochs", round(epoch_of(checkpoint.path), 2), "epochs"
-    if done > math.ceil(run[name]):
-        what = f"{checkpoint.path.name} has trained {done:g} {unit} already, more than {run[name]}"
-        have_it = f"--max_steps {checkpoint.step} to have its model"
-        raise _refused(run, what, f"{have_it}, --resume_from_checkpoint with an older one, or --fresh", name)
 
 
 def _asks_for_more(run: RunSpec, old: Json) -> bool:

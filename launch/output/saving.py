@@ -9,8 +9,9 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from launch.output import checkpoints
-from launch.output.checkpoints import Checkpoint, inspect, remove
-from recipes.run import Json
+from launch.output.checkpoints import remove
+from recipes.mixture import title
+from recipes.run import Json, RunSpec
 
 
 class CommittingTrainer(Trainer):
@@ -27,6 +28,9 @@ class CommittingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.engine = engine
         self.identity = identity
+        # Trainer would delete older checkpoints before the new one is complete, and at the end all
+        # but the best, though that may be damaged.
+        self.limit, self.args.save_total_limit = self.args.save_total_limit, None
 
     def train(self, *args, **kwargs):
         try:
@@ -43,10 +47,6 @@ class CommittingTrainer(Trainer):
         if saving is not None:
             saving.result()
 
-    def inspect(self, checkpoint: Path) -> Checkpoint:
-        """A checkpoint of this run with its faults."""
-        return inspect(checkpoint, self.identity)
-
     def flush_model(self) -> Json:
         """Have the model at the end on the disk, before the run counts as finished.
 
@@ -58,34 +58,32 @@ class CommittingTrainer(Trainer):
         checkpoints.flush_files([file for file in folder.iterdir() if file.is_file()])
         return checkpoints.described(folder, checkpoints.model_files(folder))
 
+    def write_card(self, run: RunSpec) -> None:
+        """Describe an adapter in its README.md, unless a person has: peft leaves a form there."""
+        file = Path(run["output_dir"], "README.md")
+        if file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
+            self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
+            with file.open("a", encoding="utf-8") as card:
+                card.write(f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n")
+
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()
-        step, limit = self.state.global_step, self.args.save_total_limit
+        step = self.state.global_step
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
             if checkpoints.manifest_of(folder).get("run") != self.identity:
                 remove([folder])  # given up: files of its own would become part of the new one
             checkpoints.begin(folder, step, self.engine, self.args.world_size, self.identity)
         self.accelerator.wait_for_everyone()  # no rank writes into a folder that is removed
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
+        super()._save_checkpoint(model, trial)
         names = self._names_on_all_nodes(folder)
         if self.args.should_save:
             thread = ThreadPoolExecutor(1, thread_name_prefix=folder.name)
-            self._saving = thread.submit(_complete, folder, names, limit, self.state.best_model_checkpoint)
+            self._saving = thread.submit(_complete, folder, names, self.limit, self.state.best_model_checkpoint)
             thread.shutdown(wait=False)  # the thread ends with its work
         if self.args.push_to_hub:
             self.finish_saving()
             super()._push_from_checkpoint(str(folder))
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
-        if _internal_call and output_dir is not None:
-            # A checkpoint's weights, and training_args.bin, are written. What Trainer does last is
-            # to delete older checkpoints: not yet. `_save_checkpoint` restores the limit.
-            self.args.save_total_limit = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing: `_save_checkpoint` pushes what is complete."""
@@ -104,14 +102,10 @@ class CommittingTrainer(Trainer):
         return sorted({name for save, names in seen if save == own for name in names})
 
     def _finalize_training(self, *args, **kwargs):
-        self.finish_saving()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:  # with a limit of 1 Trainer would delete all but the best here, damaged or not, file by file
-            return super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
+        self.finish_saving()  # which the best model may be read from
+        return super()._finalize_training(*args, **kwargs)
 
 
 def _complete(folder: Path, names: list[str], limit: int | None, best: str | None) -> None:
-    if checkpoints.commit(folder, names):
-        checkpoints.rotate(folder, limit, best)
+    checkpoints.commit(folder, names)
+    checkpoints.rotate(folder, limit, best)

@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from launch.host.world import World
-from launch.output.card import write_card
 from launch.terminal import console, duration, memory_size, plural, print_note, print_problems
 from launch.training.failure import only_noted
 from recipes import legal
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from launch.data.load import Data
-    from launch.output.resume import Earlier
+    from launch.output.record import Earlier
     from launch.training.trainer import RecipeTrainer
 
 
@@ -172,7 +171,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
         out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
     if world.is_main:
         with only_noted(world):
-            write_card(run, results)
+            trainer.write_card(run)
     with only_noted(world):
         if run["measure"]:
             from launch.training.timing import add_timings_row

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
-from launch.data.batches import IGNORED, Example
+from launch.data.batches import Example
+from launch.data.encode import IGNORED
 from launch.data.streams import PLACE, Stream
 from launch.host.files import write_whole
 from launch.output.other_world import readers_of, stream_file

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from launch.data.batches import IGNORED
+from launch.data.encode import IGNORED
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.data.streams import Stream
 from launch.host.memory import ran_out
+from launch.output.checkpoints import inspect
 from launch.output.other_world import AnyWorld, read_by
 from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
@@ -311,7 +312,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
-        damage = gather_object([self.inspect(best).faults if is_main else ()])[0]
+        damage = gather_object([inspect(best, self.identity).faults if is_main else ()])[0]
         if damage:  # or gone, and Trainer would only warn
             print_note(f"{best.name}, the best, is damaged ({', '.join(damage)}) and not loaded", console(is_main))
             return

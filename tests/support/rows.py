@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from launch.data.batches import IGNORED
+from launch.data.encode import IGNORED
 from launch.data.load import load_data
 from recipes.errors import UserError
 from recipes.rules.check import require_legal

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from launch import train
-from launch.data.batches import IGNORED
+from launch.data.encode import IGNORED
 from launch.training.trainer import RecipeTrainer
 from tests.support.fsdp_on_cpu import lift_the_refusal, stop_the_last_rank
 

@@ -84,7 +84,7 @@ def test_a_mistake_about_the_data_to_prepare_is_one_line(tiny_model, tmp_path, c
     file = tmp_path / "data.jsonl"
     file.write_text('{"body": "a"}\n')
     assert main(["prepare", *model_flags(tiny_model, file)]) == 2
-    assert "there is no column 'text'; the data has body" in capsys.readouterr().err
+    assert f"there is no column 'text'; {file} has body" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written_is_named(tiny_model, texts, tmp_path, capsys, monkeypatch):

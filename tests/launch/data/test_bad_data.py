@@ -1,7 +1,5 @@
 """Data that cannot be learned from: what is wrong with it is named, and what it should be."""
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from launch.data.load import load_data
@@ -70,9 +68,3 @@ def test_a_row_that_no_model_reads_is_named(name, tmp_path, tokenizer):
     found = problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer)
     assert found.subject == "dataset_name" and found.what.startswith("row 1: ") and expected in found.what
     assert found.fix and "\n" not in str(found)
-
-
-def test_a_column_of_bytes_is_not_text(tmp_path, tokenizer):
-    pyarrow.parquet.write_table(pyarrow.table({"text": [b"\xe9"]}), tmp_path / "data.parquet")
-    found = problem(run_with(dataset_name=str(tmp_path / "data.parquet")), tokenizer)
-    assert "in the column 'text', not text" in found.what

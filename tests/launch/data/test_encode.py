@@ -109,7 +109,6 @@ CHATS = {
     ),
     "tools as a list": ({"messages": CALLS, "tools": [TOOL]}, WHOLE_CALL, SAID_OF_CALLS),
     "tools as JSON": ({"messages": CALLS, "tools": json.dumps([TOOL])}, WHOLE_CALL, SAID_OF_CALLS),
-    "each tool as JSON": ({"messages": CALLS, "tools": [json.dumps(TOOL)]}, WHOLE_CALL, SAID_OF_CALLS),
     "a role of the template": ({"messages": [{"role": "ipython", "content": "x"}, *CHAT]},
         "<|im_start|>ipython\nx<|im_end|>\n" + said("Hello", "Hi!", "Bye", "See you"), SPOKEN),
 }  # fmt: skip
@@ -194,11 +193,9 @@ def test_a_question_without_weight_is_not_learned(tmp_path, tokenizer):
 
 def test_a_template_that_writes_the_last_answer_in_another_way_mutes_the_same(tmp_path):
     chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
-    rows = [{"messages": chat}, {"prompt": [], "completion": CHAT[1:2]}]
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), chatting(THINKING))
-    whole, alone = (learned(demo_tokenizer(), row) for row in data.train)
-    assert whole == f"{TO_ANSWER}Bye<|im_end|>\n<|im_start|>assistant\n<think></think>{LAST}"
-    assert alone == "Hi!<|im_end|>\n"
+    (row,) = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}])), chatting(THINKING)).train
+    wanted = f"{TO_ANSWER}Bye<|im_end|>\n<|im_start|>assistant\n<think></think>{LAST}"
+    assert learned(demo_tokenizer(), row) == wanted
 
 
 # Rows without an answer, and one that has it
@@ -234,11 +231,6 @@ def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tok
 
 ALPACA = {"instruction": "Translate to French.", "input": "Good morning", "output": "Bonjour"}
 TASK = {"instruction": "Name a prime number.", "input": "", "output": "7"}
-AS_STANFORD = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n### Instruction:\nTranslate to French.\n\n"
-    "### Input:\nGood morning\n\n### Response:"
-)
 # Rows, settings, everything that the model reads, what of it is learned
 LEARNED = {
     "a text": ({"text": "a b"}, {}, "a b<|endoftext|>", "a b<|endoftext|>"),
@@ -258,11 +250,9 @@ LEARNED = {
     "Alpaca that holds its text too": (
         {**TASK, "text": "whole"}, {}, said("Name a prime number.", "7"), "7<|im_end|>\n",
     ),
-    "a column that was named": (
-        {**TASK, "body": "whole"}, {"dataset_text_field": "body"}, "whole<|endoftext|>", "whole<|endoftext|>",
-    ),
     "Alpaca without a chat template": (
-        ALPACA, {"model_name_or_path": None}, f"{AS_STANFORD}Bonjour<|endoftext|>", "Bonjour<|endoftext|>",
+        ALPACA, {"model_name_or_path": None},
+        "Translate to French.\n\nGood morning\n\nBonjour<|endoftext|>", "Bonjour<|endoftext|>",
     ),
     "token ids": ({"input_ids": [5, 6, 7]}, {}, "&'(", "&'("),
     "token ids with labels": ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {}, "&'(", "'("),
@@ -358,13 +348,3 @@ def test_what_is_only_for_one_format_is_refused_for_the_others(flag, rows, fix, 
 )
 def test_token_ids_that_would_train_something_else_are_refused(row, what, tmp_path, tokenizer):
     assert what in problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer).what
-
-
-def test_the_fix_for_a_missing_text_column_names_only_columns_with_texts(tmp_path, tokenizer):
-    rows = [{"body": "a", "title": "b", "pages": 3, "tags": ["x"]}]
-    found = problem(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer)
-    assert found.fix.startswith(
-        "--dataset_text_field with one of body, title; or --dataset_columns OLD=NEW, to have messages, conversations"
-    )
-    nothing = problem(run_with(dataset_name=jsonl(tmp_path, [{"pages": 3}], "numbers.jsonl")), tokenizer)
-    assert "--dataset_text_field" not in nothing.fix

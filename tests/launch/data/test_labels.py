@@ -6,7 +6,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from launch.data.labels import MULTI, REGRESSION, SINGLE, recognised
-from launch.data.load import load_data
+from launch.data.load import load_data, shown_examples
 from recipes.errors import UserError
 from tests.support.rows import jsonl, problem, run_with, texts
 
@@ -45,13 +45,14 @@ def test_the_labels_tell_what_is_learned(name, tmp_path, tokenizer):
     labels, wanted, kind, names, batch = TARGETS[name]
     data = load_data(labelled(tmp_path, labels, problem_type=wanted), tokenizer)
     assert (data.problem_type, data.labels, batch_of(data)) == (kind, names, batch)
-    words = {SINGLE: f"{len(names)} classes", MULTI: f"multi-label: {len(names)} labels", REGRESSION: "regression: "}
+    words = {SINGLE: f"{len(names)} classes", MULTI: f"multi-label: {len(names)} labels", REGRESSION: "regression"}
     assert words[kind] in data.description
+    assert [*shown_examples(data, tokenizer, 1)] == [f"text 0 -> {labels[0]}"]
 
 
 WRONG = {
     "nothing in a row": ([None, 1], None, "dataset_label_field", "1 row without a usable label"),
-    "objects": ([{"a": 1}, {"a": 2}], None, "dataset_label_field", "lists, or numbers and texts: a class is"),
+    "objects": ([{"a": 1}, {"a": 2}], None, "dataset_label_field", "2 rows without a usable label"),
     "numbers and texts": ([1, "x"], None, "dataset_label_field", "a class is a text or a whole number"),
     "fractions as classes": ([0.5, 1.5], SINGLE, "dataset_label_field", "a class is a text or a whole number"),
     "one class": (["a", "a"], None, "dataset_label_field", "all rows have the same label: a"),
@@ -60,7 +61,7 @@ WRONG = {
     "a row without a list": ([["a"], None, ["b"]], None, "dataset_label_field", "1 row without a usable label"),
     "no number": ([0.5, math.nan], None, "dataset_label_field", "1 row without a usable label"),
     "lists of fractions": ([[0.5], [0.5, 1.5]], None, "dataset_label_field", "a class is a text or a whole number"),
-    "texts as numbers": (["a", "b"], REGRESSION, "problem_type", "the column 'label' holds string"),
+    "texts as numbers": (["a", "b"], REGRESSION, "problem_type", "the column 'label' holds others"),
 }
 
 
@@ -74,7 +75,7 @@ def test_labels_that_cannot_be_learned(name, tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("labels", "what"),
     [
-        (["a", "b", "c"], "has labels that are not among the classes: 'c'"),
+        (["a", "b", "c"], "has labels unlike those to train on: 'c'"),
         (["a", "b", None], "the column 'label' has 1 row without a usable label"),
     ],
 )
@@ -103,7 +104,7 @@ def test_class_names_come_with_the_data(kind, tmp_path, tokenizer):
 
 def test_a_missing_label_column_and_missing_data(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), task="sequence_classification")
-    assert problem(run, tokenizer).what == "there is no column 'label'; the data has text"
+    assert problem(run, tokenizer).what.startswith("there is no column 'label'; ")
     with pytest.raises(UserError, match="classification needs labelled texts"):
         load_data(run_with(task="sequence_classification", packing=False), tokenizer)
 

@@ -26,11 +26,3 @@ def test_packed_examples_are_shown_one_by_one(tiny_model, chats, tmp_path, capsy
     flags = f"--model_name_or_path {tiny_model} --dataset_name {chats} --packing --max_length 128 --show 2"
     assert main(["prepare", *flags.split()]) == 0
     assert capsys.readouterr().out.count("«") == 2
-
-
-def test_a_classifiers_example_has_its_label(tiny_model, tmp_path, capsys):
-    file = tmp_path / "labels.jsonl"
-    file.write_text('{"text": "well done", "label": "good"}\n{"text": "a pity", "label": "bad"}\n')
-    flags = f"--model_name_or_path {tiny_model} --dataset_name {file} --task sequence_classification --show 1"
-    assert main(["prepare", *flags.split()]) == 0
-    assert "well done -> good" in capsys.readouterr().out

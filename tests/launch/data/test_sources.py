@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 WRITERS = {
     "data.jsonl": lambda rows, path: rows.to_json(path),
+    "data.jsonl.gz": lambda rows, path: rows.to_json(path, compression="gzip"),
     "data.json": lambda rows, path: path.write_text(json.dumps(rows.to_list())),
     "data.csv": lambda rows, path: rows.to_csv(path),
     "data.parquet": lambda rows, path: rows.to_parquet(path),

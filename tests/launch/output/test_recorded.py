@@ -1,7 +1,6 @@
 """run.json and back: its settings are the run's, no secret is in it, each field is explained."""
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,16 +22,12 @@ WRITTEN = {
     "save_steps": 0.5,
     "max_steps": 12,
     "global_batch_size": 32,
-    "adam_beta2": 0.95,
     "lora_target_modules": ["q_proj", "--flag", "a b"],
     "lr_scheduler_kwargs": {"min_lr": 1e-6, "text": "no"},
     "run_name": "1e-5",
     "dataset_name": "a path/with blanks äöü.jsonl",
     "hub_model_id": "a\nb $HOME *",
-    "eval_strategy": "no",
-    "seed": 7,
     "dataloader_drop_last": True,
-    "push_to_hub": False,
 }
 
 
@@ -140,17 +135,6 @@ def test_a_changed_byte_anywhere_changes_the_fingerprint_of_data(place, tmp_path
     assert fingerprints.differ(before, fingerprints.of_data(str(file)))
 
 
-def test_a_model_is_known_by_its_files_and_not_by_what_lies_beside_them(tiny_model, tmp_path):
-    copied = tmp_path / "model"
-    copied.mkdir()
-    for file in tiny_model.iterdir():
-        (copied / file.name).write_bytes(file.read_bytes())
-    (copied / "run.json").write_text("{}")
-    assert fingerprints.of_model(str(copied)) == fingerprints.of_model(str(tiny_model))
-    (copied / "config.json").write_text("{}")
-    assert fingerprints.differ(fingerprints.of_model(str(copied)), fingerprints.of_model(str(tiny_model)))
-
-
 # --- Secrets --------------------------------------------------------------------------------------
 
 
@@ -207,15 +191,6 @@ def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text):
 
 
 def test_every_field_of_a_record_is_explained_and_every_explained_one_is_written(tiny_model, texts, tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("base: standard\npurpose: Ours.\nchanges:\n  seed: [7, ours]\n")
-    outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "12", "--recipe", str(recipe), "--packing")
+    outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "12", "--packing")
     by_trainer = {name for name in outcome.record if name.startswith(("train_", "total_flos", "epoch"))}
     assert set(outcome.record) - by_trainer == set(record.FIELDS) - {"error", "classes"}  # of classifiers
-
-
-def test_the_code_of_a_checkout_has_its_commit():
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    if commit.returncode:
-        pytest.skip("not a checkout")
-    assert record.code()["commit"].removesuffix("-dirty") == commit.stdout.strip()

@@ -4,7 +4,6 @@ What is only judged is asked of `look_ahead` and `find_earlier_run`, without a t
 """
 
 import fcntl
-import json
 import os
 import shutil
 from types import SimpleNamespace
@@ -223,34 +222,18 @@ def test_data_with_other_contents_are_another_training(finished, asked, texts, t
     assert "not what it holds now" in refused(asked(finished, data=data))
 
 
-def flip_a_weight(model):
-    flip(model / "model.safetensors")
-
-
-def add_dropout(model):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
-
-
-def exchange_two_tokens(model):
-    content = json.loads((model / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (model / "tokenizer.json").write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("change", [flip_a_weight, add_dropout, exchange_two_tokens])
-def test_the_model_that_adapters_began_with_must_be_as_it_was(change, tiny_model, texts, tmp_path):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_the_model_that_adapters_began_with_must_be_as_it_was(name, tiny_model, texts, asked, tmp_path):
     """A checkpoint of adapters holds neither the base model's weights nor its configuration."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     flags = "--use_peft --max_steps 3 --save_steps 2 --logging_steps 1".split()
     assert train_here(model, texts, tmp_path / "out", *flags).code == 0
     at_step(tmp_path / "out", 2)
-    change(model)
+    (model / name).write_bytes((model / name).read_bytes() + b"\n")
     named = ["--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")]
     for folder, more in (("out", []), ("begun", named)):
-        outcome = train_here(model, texts, tmp_path / folder, *flags, *more)
-        assert outcome.code == 2 and "model as it was, not what it holds now" in " ".join(outcome.output.split())
+        run = asked(tmp_path / folder, *flags, *more, model=model)
+        assert "model as it was, not what it holds now" in refused(run)
 
 
 def test_a_branch_of_the_hub_that_has_moved_is_another_model(finished, asked, found, tmp_path, monkeypatch):
@@ -295,11 +278,6 @@ def test_a_shorter_training_than_the_checkpoints_is_refused(stopped, found):
     with pytest.raises(UserError, match="checkpoint-6 has trained 6 steps already, more than 2") as caught:
         found(stopped, *other("--max_steps", "2"))
     assert "--max_steps 6" in str(caught.value)
-    state = json.loads((stopped / "checkpoint-6" / "trainer_state.json").read_text())
-    (stopped / "checkpoint-6" / "trainer_state.json").write_text(json.dumps({**state, "epoch": 3.0}))
-    checkpoints.commit(stopped / "checkpoint-6", checkpoints.listed(stopped / "checkpoint-6"))
-    with pytest.raises(UserError, match="has trained 3 epochs already, more than 2"):
-        found(stopped, *"--num_train_epochs 2 --learning_rate 1e-3".split())
 
 
 def test_a_model_that_was_not_trained_there_is_not_overwritten(asked, tiny_model, tmp_path):
@@ -311,10 +289,9 @@ def test_a_model_that_was_not_trained_there_is_not_overwritten(asked, tiny_model
     assert "would be overwritten" in refused(asked(model, model=model))
 
 
-@pytest.mark.parametrize("inside", ["", "deeper/still"])
-def test_a_file_in_the_way(inside, asked, tmp_path):
+def test_a_file_in_the_way(asked, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert "cannot be written: Not a directory" in refused(asked(tmp_path / "file" / inside))
+    assert "cannot be written: Not a directory" in refused(asked(tmp_path / "file" / "deeper"))
 
 
 def test_another_run_is_writing_there(asked, tmp_path):

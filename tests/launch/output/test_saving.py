@@ -26,7 +26,7 @@ def test_the_two_newest_are_kept_and_complete_and_hold_no_token(tiny_model, text
     assert steps(tmp_path) == [6, 4] and "verysecret" not in outcome.output
     assert all(inspect(path).valid and not inspect(path).notes for path in numbered(tmp_path))
     args = torch.load(tmp_path / "checkpoint-6" / "training_args.bin", weights_only=False)
-    assert (args.save_total_limit, args.hub_token, args.max_steps) == (2, None, 6)
+    assert (args.hub_token, args.max_steps) == (None, 6)
     assert not any(b"verysecret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 

@@ -9,7 +9,7 @@ import torch
 from sklearn import metrics as sklearn_metrics
 from transformers import BertConfig, BertForSequenceClassification
 
-from launch.data.batches import IGNORED
+from launch.data.encode import IGNORED
 from launch.training.objective import MeanOverExamples, Metrics, countable, filler
 from recipes.run.metrics import METRICS, smaller_is_better
 

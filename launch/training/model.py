@@ -70,8 +70,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     # pictures asks the part about text.
     model.config.use_cache = _text_config(model.config).use_cache = False
     if not waits:
-        with_separate_examples(run, model.config, model)
-        require_batches_for_batch_norm(run, model, data.examples)
+        require_batches_for_batch_norm(run, model)
     return with_adapters(run, model) if run["use_peft"] else model
 
 
@@ -272,23 +271,15 @@ def _attention(run: Settings) -> dict[str, object]:
 # --- BatchNorm ------------------------------------------------------------------------------------
 
 
-def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
+def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> None:
     """Raises `UserError` if BatchNorm would get a single example: it fails, or learns nothing of
     how examples differ. SyncBatchNorm sees the examples of all processes.
     """
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
-    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
-    # On several processes accelerate fills the last batch of an epoch up.
-    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
-    leaves_one = world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]
-    if not (micro == 1 or leaves_one) or not has_own:
-        return
-    setting, fix = "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
-    if micro == 1:
-        setting = "per_device_train_batch_size"
-        fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
-    raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix)
+    if has_own and run["per_device_train_batch_size"] == 1:
+        fix = "--per_device_train_batch_size 2, and a --global_batch_size that it and the processes divide"
+        raise mistake("per_device_train_batch_size", "is 1, and this model's BatchNorm needs 2 examples", fix)
 
 
 # --- 4 bits and adapters --------------------------------------------------------------------------

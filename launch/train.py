@@ -74,8 +74,8 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
     from launch.data.labels import recognised
     from launch.data.load import load_data
     from launch.output.resume import look_ahead, output_folder
-    from launch.training.build import require_hub
     from launch.training.model import known_classes, load_tokenizer, with_model
+    from launch.training.trainer import require_hub
 
     print_progress("reading the data", out)
     tokenizer = load_tokenizer(run)
@@ -100,9 +100,9 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     from launch.data.load import require_same
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
-    from launch.training.build import build_arguments, build_trainer
-    from launch.training.model import load_model, saved_bytes
+    from launch.training.model import load_model
     from launch.training.timing import results
+    from launch.training.trainer import build_arguments, build_trainer
 
     out = console(world.is_main)
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
@@ -116,7 +116,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     print_progress("loading the model", out)
     model = load_model(run, tokenizer, data)
-    world.decide(lambda: make_room(run, saved_bytes(model, run)))
+    world.decide(lambda: make_room(run))
     trainer = build_trainer(run, world, args, model, tokenizer, data, out, earlier.identity, stop)
     banner.banner(run, model, tokenizer, data, out)
     trainer.make_readable(earlier.checkpoint)

@@ -280,7 +280,7 @@ def _names_of(paths: list[Path]) -> list[str]:
 # --- What is printed ------------------------------------------------------------------------------
 
 _RESULTS = ("global_step", "final_loss", "train_loss")
-_SECONDS, _SPEEDS = ("step_time", "train_runtime"), ("samples_per_second", "tokens_per_second", "mfu")
+_SECONDS, _SPEEDS = ("step_time", "train_runtime"), ("samples_per_second", "tokens_per_second")
 _COSTS = ("step_time", *_SPEEDS, "peak_memory_bytes", "train_runtime")
 # Numbers in a record that are not results.
 _NO_RESULT = ("world_size", "data_parallel_size", "num_parameters", "step_time_off")
@@ -358,8 +358,6 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
         text = memory_size(value)
     elif name in _SECONDS:
         text = duration(value)
-    elif name == "mfu":
-        text = f"{value:.1%}"
     if first is None or first == value or not math.isfinite(first - value):
         return text
     return f"{text} (x {value / first:.2f})" if name in _COSTS and first else f"{text} ({value - first:+.4g})"

@@ -89,8 +89,8 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     require_legal(run)
     prepare_process(run)
     from launch.data.load import load_data
-    from launch.training.build import build_arguments, build_trainer
     from launch.training.model import known_classes, load_tokenizer
+    from launch.training.trainer import build_arguments, build_trainer
 
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))

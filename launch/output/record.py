@@ -115,7 +115,6 @@ FIELDS = {
     "exchanges_per_step": "how often processes exchange gradients in an optimizer step",
     "samples_per_second": "examples, in steady steps",
     "tokens_per_second": "tokens, in steady steps",
-    "mfu": "model FLOPs utilisation; null if the peak or the formula is unknown",
     "peak_memory_bytes": "peak memory",
     "peak_memory_of": "which memory that is",
 }

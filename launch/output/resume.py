@@ -29,7 +29,6 @@ from launch.output.checkpoints import (
     numbered,
     remove,
 )
-from launch.terminal import memory_size
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.run import Json, RunSpec, fingerprints
@@ -104,18 +103,10 @@ def _locked(run: RunSpec, kind: int) -> int:
     return handle
 
 
-def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
+def make_room(run: RunSpec) -> None:
     """Archive an older run if --fresh says so, and remove the converted copies of checkpoints that
     a killed run has left. Call it last before training, once nothing else is wrong.
-
-    Raises `UserError` if the disk has no room for a checkpoint and the model. How many are kept at
-    once depends on the run: whoever fills the disk later resumes.
     """
-    free = shutil.disk_usage(run["output_dir"]).free
-    if free <= needed_bytes:
-        needed = memory_size(needed_bytes)
-        what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {needed} at least"
-        raise mistake("output_dir", what, "--output_dir on a larger disk", run.setting("output_dir").source)
     for left in Path(run["output_dir"]).glob(f"{other_world.COPY}checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)
     if run["fresh"]:

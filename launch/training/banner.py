@@ -161,25 +161,24 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
-    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
+    """Add the row of `--measure`, print the summary, and free what DDP and DeepSpeed hold.
 
     All ranks call it, once the run is recorded as finished. A failure here does not change that.
     """
-    out = console(world.is_main)
-    with only_noted(world):
-        out.print()
-        lines = {**dict(_summary(results, run)), "written to": run["output_dir"]}
-        out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
-    if world.is_main:
-        with only_noted(world):
-            write_card(run, results)
+    out, timings = console(world.is_main), {}
     with only_noted(world):
         if run["measure"]:
             from launch.training.timing import add_timings_row
 
             added = add_timings_row(run, world, trainer, results)
             result = "a row was added" if added else "no step was measured, so no row was added"
-            out.print(_table({"timings": f"{run['measure']}: {result}"}))
+            timings = {"timings": f"{run['measure']}: {result}"}
+    with only_noted(world):
+        out.print()
+        lines = {**dict(_summary(results, run)), **timings, "written to": run["output_dir"]}
+        out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
+        if world.is_main:
+            write_card(run, results)
     trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
 
 
@@ -208,8 +207,6 @@ def _summary(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
         if results.get("tokens_per_second"):
             speed += f", {results['tokens_per_second']:,.0f} tokens/s"
         yield "speed", f"{speed}, {duration(results['step_time'])} per step (after warm-up)"
-    if results.get("mfu") is not None:
-        yield "MFU", f"{results['mfu']:.1%} of the bf16 peak"
     yield "peak memory", f"{memory_size(results['peak_memory_bytes'])} {results['peak_memory_of']}"
 
 
@@ -226,9 +223,8 @@ def _next_commands(run: RunSpec) -> Iterable[str]:
 
 def _which_model(results: Json, run: RunSpec) -> str:
     """The step of the saved weights, and why it is that one."""
-    step, last = results["model_step"], results["global_step"]
+    step, best = results["model_step"], results["best_step"]
     metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
-    if results["best_step"] == step:
+    if best == step:
         return f"of step {step:,}, the best by {metric}"
-    better = f": no checkpoint of the best, step {results['best_step']:,}, was found" if results["best_step"] else ""
-    return f"of step {step:,}, {'the last' if step == last else 'the best that was saved'}{better}"
+    return f"of step {step:,}" + (f": no checkpoint of the best, step {best:,}, was found" if best else "")

@@ -19,7 +19,6 @@ from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
 from launch.terminal import print_problems
 from launch.training.failure import NotANumber
-from recipes.errors import Problem, plural
 from recipes.rules.training import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch.distributed import ProcessGroup
 
-_FEW_STEPS = 20
 _STRETCHES = 8  # of a run, whose step times are compared
 _MICRO_STEP = "micro-step"
 _SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
@@ -100,47 +98,34 @@ class StopWhenRequested(TrainerCallback):
         return bool(asked)
 
 
-def _few(steps: int) -> Iterator[Problem]:
-    """Advice about a run that is over before it has learned anything."""
-    if steps < _FEW_STEPS:
-        fix = "more --num_train_epochs, or a smaller --global_batch_size"
-        yield Problem("num_train_epochs", f"the data makes {plural(steps, 'step')} in all", fix, severity="advice")
-
-
 class Progress(TrainerCallback):
-    """A progress bar on a terminal, and one line per log. The last step logs too, so that the final
-    loss is known even if a recipe logs rarely.
+    """One line per log. The last step logs too, so that the final loss is known even if a recipe
+    logs rarely.
     """
+
+    began: float | None = None  # an evaluation alone has no such time
 
     def __init__(self, run: RunSpec, out: Console) -> None:
         self.run, self.out = run, out
         self.is_shown = not (run.explicit("disable_tqdm") and run["disable_tqdm"])
-        self.bar, self.began = tqdm(disable=True), math.nan  # an evaluation alone has neither
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
-            print_problems([*warmup_within(self.run, state.max_steps), *_few(state.max_steps)], self.out)
+            print_problems(warmup_within(self.run, state.max_steps), self.out)
         self.first, self.began = state.global_step, time.monotonic()
-        is_off = not self.is_shown or not self.out.is_terminal or self.out.quiet
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, leave=False, disable=is_off)
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= state.global_step >= state.max_steps
-        self.bar.update()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         parts = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in (logs or {})]
         if parts and self.is_shown:
             parts = [f"step {state.global_step}/{state.max_steps}", f"epoch {state.epoch or 0:.3g}", *parts]
-            if self.bar.disable and not math.isnan(self.began):  # in a log; a terminal has the bar
+            if self.began is not None:
                 elapsed, done = time.monotonic() - self.began, max(1, state.global_step - self.first)
                 left = elapsed / done * (state.max_steps - state.global_step)
                 parts.append(f"{tqdm.format_interval(elapsed)}, {tqdm.format_interval(left)} left")
-            with tqdm.external_write_mode(self.out.file):  # above the bar
-                self.out.print("  ".join(parts), highlight=False)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.close()
+            self.out.print("  ".join(parts), highlight=False)
 
 
 # --- The time of a step ---------------------------------------------------------------------------

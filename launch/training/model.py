@@ -31,7 +31,6 @@ from launch.host.memory import ran_out
 from launch.terminal import console, print_note
 from launch.training.separate import with_separate_examples
 from recipes.errors import Problem, UserError, mistake, one_line
-from recipes.planner.memory import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import refused_by_class, what_peft_accepts
 from recipes.run import Json, RunSpec, Settings
@@ -131,16 +130,6 @@ def _size(parameter: torch.nn.Parameter) -> int:
     if of_a_shard.get("logical_shape"):
         return math.prod(of_a_shard["logical_shape"])
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
-
-
-def saved_bytes(model: torch.nn.Module, run: RunSpec) -> int:
-    """Estimated bytes of the trained weights at the end, and of one checkpoint: the trained weights
-    again, with the states of the optimizer.
-    """
-    width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
-    of_optimizer = 0 if run["save_only_model"] else optimizer_bytes_per_parameter(run)
-    checkpoint = width + of_optimizer if run["save_strategy"] != "no" else 0
-    return round(parameter_count(model, trained_only=True) * (width + checkpoint))
 
 
 # --- Loading --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from launch.host.world import World
 from launch.output import record
 from launch.training.model import parameter_count
 from launch.training.trainer import RecipeTrainer
-from recipes.planner.speed import exchanges, flops_are_known, model_flops
+from recipes.planner.speed import exchanges
 from recipes.run import Json, RunSpec, with_flags
 from recipes.run.spec import BATCH_FIELDS
 from recipes.scaling.causes import wire_time
@@ -213,8 +213,7 @@ def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.d
 
 
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> Json:
-    """Trainer's own metrics under its names, and with them tokens, steady step time, peak memory
-    and MFU.
+    """Trainer's own metrics under its names, with tokens, steady step time and peak memory.
 
     Times are in seconds, memory in bytes. All ranks call it: the tokens of all are added up.
     """
@@ -245,8 +244,6 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
     if timing.step_time:
         entries["samples_per_second"] = run.batch.total / timing.step_time
         entries["tokens_per_second"] = tokens_per_step / timing.step_time
-        attended = getattr(trainer.train_dataset, "attended", run["max_length"])
-        entries["mfu"] = utilisation(run, trainer.model, entries["tokens_per_second"], attended)
     return entries
 
 
@@ -255,23 +252,3 @@ def peak_memory() -> Json:
     if torch.cuda.is_available():
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "allocated on the first GPU"}
     return {"peak_memory_bytes": memory.peak(cuda=False), "peak_memory_of": "of RAM in the first process"}
-
-
-def flops_per_token(model: torch.nn.Module, length: float) -> float:
-    """Training FLOPs per token; an untied input embedding costs none."""
-    parameters = parameter_count(model)
-    if not getattr(model.config, "tie_word_embeddings", False):
-        parameters -= parameter_count(model.get_input_embeddings())
-    return model_flops(parameters, model.config, length)
-
-
-def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float, attended: float) -> float | None:
-    """Model FLOPs utilisation, of the bf16 peak. None if the hardware or the formula is unknown.
-
-    `attended` is the length of the example that a token belongs to.
-    """
-    peak = run.hardware.peak_flops
-    is_whole = run["packing"] and run["task"] == "causal_lm" and not run["use_peft"]
-    if peak is None or not is_whole or not flops_are_known(model.config):
-        return None
-    return tokens_per_second * flops_per_token(model, attended) / (peak * run.world_size)

@@ -4,21 +4,26 @@ complete checkpoints, and no wait for the GPU between logs.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DDPCommunicationHookType, gather_object
+from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin, gather_object
+from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
-from transformers import Trainer
-from transformers.trainer_callback import ExportableState, PrinterCallback
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from launch.data.load import Data
 from launch.data.streams import Stream
-from launch.host.memory import ran_out
+from launch.host.files import end_workers_that_cannot_send
+from launch.host.signals import StopRequest
+from launch.host.world import World
 from launch.output.other_world import AnyWorld, read_by
 from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
@@ -30,14 +35,19 @@ from launch.training.batches import (
     set_epoch,
     tokens_of,
 )
-from launch.training.callbacks import StepTiming, StoppedInEvaluation
+from launch.training.callbacks import (
+    Progress,
+    StepTiming,
+    StopOnNotANumber,
+    StoppedInEvaluation,
+    StopWhenRequested,
+)
 from launch.training.failure import NotANumber
-from launch.training.objective import countable, filler
-from recipes.errors import Failure, mistake, one_line
-from recipes.run import Settings
-
-# Errors that a checkpoint of another model, or a damaged one, may raise while it is loaded.
-_MISFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+from launch.training.objective import MeanOverExamples, Metrics, countable, filler
+from recipes.errors import mistake, one_line
+from recipes.factories import arguments_for
+from recipes.rules.training import pushed_to
+from recipes.run import Json, RunSpec, Settings
 
 
 class RecipeTrainer(CommittingTrainer):
@@ -76,26 +86,15 @@ class RecipeTrainer(CommittingTrainer):
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         if run is not None:
             apply_ddp_settings(self, run)
-        if self.accelerator.is_fsdp2 and (policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy):
-            # accelerate 1.15 rounds all that the model returns to 16 bits, the loss among it.
-            self.accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, output_dtype=None)
-        _shard_embeddings_with_their_module(self)
+        if self.accelerator.is_fsdp2:
+            _mend_fsdp2(self.accelerator.state.fsdp_plugin, self.model)
 
     # --- Training --------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model."""
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
-        try:
-            with read_by(self.any_world):
-                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        except _MISFIT as error:
-            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error)
-            if resume_from_checkpoint is None or self.timing.steps_trained or other:
-                raise
-            what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
-            fix = "if another command wrote it, another --output_dir, or --fresh to move that run aside; if it is "
-            raise mistake("output_dir", what, f"{fix}damaged, rename it: the one before is taken") from None
+        with read_by(self.any_world):
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.timing.finish()
         return output
 
@@ -286,14 +285,11 @@ class RecipeTrainer(CommittingTrainer):
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Trainer only warns, and trains on with random values in these weights.
-        weights = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = set(load_result.missing_keys)
-        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
-        # A missing weight that is tied to a loaded one has the right values.
-        lost = sorted(name for name in missing & set(weights) if id(weights[name]) not in loaded)
-        if lost:
+        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        missing, tied = set(load_result.missing_keys), set(getattr(self.model, "all_tied_weights_keys", ()))
+        if lost := sorted(missing & weights - tied):
             raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
-        load_result.missing_keys[:] = missing - set(weights)  # Trainer would warn of tied ones
+        load_result.missing_keys[:] = missing - weights  # Trainer would warn of tied ones
         super()._issue_warnings_after_load(load_result)
 
     def _load_callback_state(self) -> None:
@@ -305,9 +301,6 @@ class RecipeTrainer(CommittingTrainer):
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
         super()._load_callback_state()
-        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer looks new ones up as it saves
-            if isinstance(callback, ExportableState):
-                self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
@@ -338,15 +331,88 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
         handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
 
 
-def _shard_embeddings_with_their_module(trainer: Trainer) -> None:
-    """Have accelerate 1.15 shard the input embeddings of FSDP2 where a module holds them, as in
-    BERT: it shards them on their own, and the module that is kept whole around them fails.
+def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
+    """accelerate 1.15 rounds all that the model returns to 16 bits, the loss among it; and it fails
+    if a module that it shards holds the input embeddings, as in BERT: it shards them on their own.
     """
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is None or plugin.fsdp_version != 2 or plugin.transformer_cls_names_to_wrap is not None:
+    if policy := plugin.mixed_precision_policy:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+    if plugin.transformer_cls_names_to_wrap is None:
+        embeddings = model.get_input_embeddings()
+        beside = {type(module).__name__ for module in model.modules() if embeddings not in set(module.modules())}
+        plugin.transformer_cls_names_to_wrap = sorted(beside & set(model._no_split_modules or ()))
+
+
+# --- From a run to its Trainer --------------------------------------------------------------------
+
+
+def require_hub(run: Settings) -> None:
+    """Ask the Hub before the start for the repository that Trainer will push to after hours.
+
+    Raises `UserError` with the Hub's own message.
+    """
+    if not run["push_to_hub"]:
         return
-    model = trainer.model
-    (embeddings,) = (name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    beside = (module for name, module in model.named_modules() if not f"{embeddings}.".startswith(f"{name}."))
-    classes = {type(module).__name__ for module in beside}
-    plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+    api = HfApi(token=run["hub_token"])
+    try:
+        name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id
+        api.auth_check(name, write=True)
+    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+        fix = "`hf auth login` with a token that may write there, or a --hub_model_id of your own; or leave it out"
+        raise mistake("push_to_hub", one_line(error), f"{fix}, and `hf upload` the folder afterwards") from None
+
+
+def build_arguments(run: RunSpec) -> TrainingArguments:
+    """The TrainingArguments of a run, in the process group that it has joined.
+
+    Raises `UserError` with their own message.
+    """
+    return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
+
+
+def build_trainer(
+    run: RunSpec,
+    world: World,
+    args: TrainingArguments,
+    model,
+    tokenizer,
+    data: Data,
+    out: Console,
+    identity: Json | None = None,
+    stop: StopRequest | None = None,
+) -> RecipeTrainer:
+    """The Trainer of a run, with all that it needs from outside.
+
+    `identity` is the run's, for the manifests of its checkpoints. Once `stop` is requested on any
+    rank, all save and leave.
+    """
+    end_workers_that_cannot_send()
+    if args.hub_token is not None:  # Trainer would write it into training_args.bin; the model is loaded by now
+        os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
+    kind = data.problem_type  # None for a language model
+    any_world = None
+    if run.engine.kind == "deepspeed":
+        any_world = AnyWorld(Path(run["output_dir"]), world, run.data_parallel_size, partial(print_note, out=out))
+    trainer = RecipeTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=data.collator_for(model.config._attn_implementation),
+        processing_class=tokenizer,
+        compute_metrics=Metrics(kind) if kind else None,
+        compute_loss_func=MeanOverExamples(kind, args.label_smoothing_factor) if kind else None,
+        callbacks=[StopOnNotANumber(), Progress(run, out)],
+        run=run,
+        any_world=any_world,
+        engine=run.engine.title,
+        identity=identity,
+    )
+    if run["early_stopping_patience"]:
+        trainer.add_callback(EarlyStoppingCallback(run["early_stopping_patience"]))
+    if stop is not None:
+        trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
+    return trainer

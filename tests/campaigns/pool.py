@@ -20,7 +20,7 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 # Runs are forked from processes that have imported this: it saves each of them ten seconds.
 _IMPORTED = """
     deepspeed accelerate.commands.launch torch.distributed.run peft bitsandbytes
-    launch.train launch.output.resume launch.training.build launch.training.model tests.support.fsdp_on_cpu
+    launch.train launch.output.resume launch.training.trainer launch.training.model tests.support.fsdp_on_cpu
 """.split()
 
 

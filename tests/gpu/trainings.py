@@ -125,7 +125,7 @@ def rows(count: int, length: int):
 
 def _figures(model, length: int, seconds: Sequence[float]) -> Figures:
     """The figures of a training from its model and the seconds of each step."""
-    from launch.training.timing import flops_per_token, peak_memory
+    from launch.training.timing import peak_memory
     from recipes.scaling.timings import WARM_UP_STEPS
 
     step_time = statistics.mean(seconds[WARM_UP_STEPS:])
@@ -133,16 +133,18 @@ def _figures(model, length: int, seconds: Sequence[float]) -> Figures:
     return {
         "step_ms": step_time * 1000,
         "tokens_per_second": tokens,
-        "mfu": _mfu(tokens, flops_per_token(model, length)),
+        "mfu": _mfu(tokens, model, length),
         "peak_gib": peak_memory()["peak_memory_bytes"] / GIB,
         "start_s": sum(seconds) - len(seconds) * step_time,
     }
 
 
-def _mfu(tokens_per_second: float, flops: float) -> float | None:
+def _mfu(tokens_per_second: float, model, length: int) -> float | None:
+    """The share of the GPU's peak; the input embedding, which is not tied, is a lookup."""
+    from recipes.planner.speed import model_flops
     from recipes.run import hardware
 
-    peak = hardware.read().peak_flops
+    peak, flops = hardware.read().peak_flops, model_flops(model.num_parameters(True), model.config, length)
     return tokens_per_second * flops / peak if peak else None
 
 
@@ -154,7 +156,6 @@ def recipe(size: str, flags: list[str], work: Path, rehearse: bool) -> Figures:
 
     `start_s` is what the first steps took longer than the others, compilation among it.
     """
-    from launch.training.timing import flops_per_token
     from recipes.scaling.timings import PARTS
 
     steps, length = _shape(rehearse)
@@ -164,13 +165,13 @@ def recipe(size: str, flags: list[str], work: Path, rehearse: bool) -> Figures:
     words += ["--global_batch_size", str(GLOBAL_BATCH), "--output_dir", str(output)]
     outcome = _succeeded("train", *(["--num_processes", "1"] * ("--num_processes" not in flags)), *flags, *words)
     row, record = json.loads((output / "timings.jsonl").read_text()), outcome.record
-    flops = flops_per_token(model_of(size, device="meta"), length)
+    speed = record["tokens_per_second"] / row["num_processes"]
     parts = [f"{name} {1000 * row[name]:.1f}" for name in PARTS if row.get(name)]
     return {
         **row,
         "step_ms": 1000 * row["step_time"],
         "tokens_per_second": record["tokens_per_second"],
-        "mfu": None if "--use_peft" in flags else _mfu(record["tokens_per_second"] / row["num_processes"], flops),
+        "mfu": None if "--use_peft" in flags else _mfu(speed, model_of(size, device="meta"), length),
         "peak_gib": row["peak_memory"] / GIB,
         "start_s": record["train_runtime"] - steps * row["step_time"],
         "parts": ", ".join(parts),

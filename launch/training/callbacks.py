@@ -136,7 +136,7 @@ class StepTiming(TrainerCallback):
 
     The Trainer says when a part ends, by `mark`. On a GPU a mark is an event in its stream, read
     once the GPU has passed it: the host never stops to measure. Elsewhere it is a reading of the
-    clock. `on` may be switched off meanwhile.
+    clock. `on`: parts are marked.
     """
 
     def __init__(self, cuda: bool, parts: bool = False) -> None:
@@ -144,14 +144,13 @@ class StepTiming(TrainerCallback):
         self.steps_trained = 0
         self._started: float | None = None  # the step that is timed, unless something else interrupts it
 
-        self.parts = self.on = parts
+        self.on = parts
         self.seconds: Counter[str] = Counter()  # in each part
         self.sent: tuple[int, int, int] | None = None  # in one step: `_counted`
         # The micro-batches of the first timed step, and their items: an epoch's last step is short.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
         self._cuda = cuda
         self._marks: deque[tuple[str, Any]] = deque()
-        self._begun = 0
         self._profiler: profile | None = None
 
     # --- The length of a step --------------------------------------------------------------------
@@ -188,7 +187,7 @@ class StepTiming(TrainerCallback):
 
     @property
     def timed_steps(self) -> int:
-        return max(0, self._begun - WARM_UP_STEPS)
+        return max(0, self.steps_trained - WARM_UP_STEPS)
 
     def mark(self, part: str) -> None:
         """The time since the last mark was that part."""
@@ -202,18 +201,17 @@ class StepTiming(TrainerCallback):
 
     def begin_step(self) -> None:
         """Before the micro-batches of a step are read: the warm-up's last step is counted."""
-        if self.parts and self._begun == WARM_UP_STEPS - 1 and not self._profiler:
+        if self.on and self.steps_trained == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
-        if self.parts and self._begun == WARM_UP_STEPS:
+        if self.on and self.steps_trained == WARM_UP_STEPS:
             self._fold(wait=True)
             self.seconds.clear()
             self._marks.clear()
             self.mark("start")
 
     def have_read(self, batches: list[dict[str, torch.Tensor]], items: torch.Tensor | int | None) -> None:
-        self._begun += bool(batches)
-        if self.parts and self.timed_steps == 1:
+        if self.on and self.steps_trained == WARM_UP_STEPS:
             self.first_batches = (batches, items)
 
     @contextlib.contextmanager

@@ -43,7 +43,6 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
-    read_config(run)  # the tokenizer's class reads it too, and names itself where the configuration is wrong
     with _of_these_files(run, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(expanded(name)), **_origin(run))
     if tokenizer.pad_token is None:
@@ -67,7 +66,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
         model = _pretrained(run, config)
     # With a cache, transformers overlooks where padding-free sequences begin. A model of text and
     # pictures asks the part about text.
-    model.config.use_cache = _text_config(model.config).use_cache = False
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     if not waits:
         require_batches_for_batch_norm(run, model)
     return with_adapters(run, model) if run["use_peft"] else model
@@ -106,16 +105,8 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
 def described(config: PreTrainedConfig) -> Json:
     """A configuration as a config.json has it, and under the names that all types share."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
-    content, text = {**config.to_dict(), **shared}, _text_config(config)
+    content, text = {**config.to_dict(), **shared}, config.get_text_config()
     return content if text is config else {**content, "text_config": described(text)}
-
-
-def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part about text; the whole configuration if it has several such parts, as MusicGen's."""
-    try:
-        return config.get_text_config()
-    except ValueError:
-        return config
 
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
@@ -140,7 +131,7 @@ def load_config(
 ) -> PreTrainedConfig:
     """The configuration of the run's model, with `labels` as its outputs."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
-    text = _text_config(config)
+    text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id
     if run["from_scratch"] and hasattr(config, "quantization_config"):
@@ -185,8 +176,9 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
 
     Under ZeRO-3 a GPU draws the numbers, and others than a CPU.
     """
-    if vocabulary > (_text_config(config).vocab_size or vocabulary):
-        what = f"its tokenizer knows {vocabulary:,} tokens, more than vocab_size {_text_config(config).vocab_size:,}"
+    known = config.get_text_config().vocab_size
+    if vocabulary > known:
+        what = f"its tokenizer knows {vocabulary:,} tokens, more than vocab_size {known:,}"
         raise mistake("from_scratch", what, f"vocab_size {vocabulary} in its config.json")
     with _of_these_files(run, "model"):
         model = _built(run, config)
@@ -320,10 +312,9 @@ def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
     wanted = run["lora_target_modules"]
     if not wanted or wanted == ["all-linear"]:
         return "all-linear"
-    modules = {f".{name}": module for name, module in model.named_modules()}
+    modules = {f".{name}": type(module).__name__ for name, module in model.named_modules()}
     if missing := [target for target in wanted if not any(name.endswith(f".{target}") for name in modules)]:
-        inner = {name: module for name, module in modules.items() if module is not model.get_output_embeddings()}
-        linear = {name for name, module in inner.items() if re.search("Linear|Conv1D", type(module).__name__)}
-        fix = "some of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:12])
+        linear = {name.rpartition(".")[2] for name, kind in modules.items() if re.search("Linear|Conv1D", kind)}
+        fix = "some of " + ", ".join(sorted(linear)[:12])
         raise mistake("lora_target_modules", f"the model has no module {', '.join(missing)}", fix)
     return wanted

@@ -54,16 +54,8 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     timing, device, world = trainer.timing, trainer.args.device, run.world_size
     steps = timing.timed_steps
     name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    ranks = gather_object(
-        [
-            {
-                **{part: timing.seconds[part] / steps for part in PARTS},
-                "host": platform.node(),
-                "device": name,
-                "peak": results["peak_memory_bytes"],
-            }
-        ]
-    )
+    own = {"host": platform.node(), "device": name, "peak": results["peak_memory_bytes"]}
+    ranks = gather_object([{**own, **{part: timing.seconds[part] / steps for part in PARTS}}])
     parts: Json = {part: fmean(rank[part] for rank in ranks) for part in PARTS if part != "communication"}
     step_time = sum(parts.values())
     for part in ("logging", "saving"):  # one process writes, and the time that others wait for it is not `other`

@@ -36,8 +36,6 @@ class Command(NamedTuple):
 _USAGE = "recipes [-h] [--version] COMMAND ..."
 _CATALOGUE, _COMPARE = ("launch.commands.catalogue",), ("launch.commands.compare",)
 _TRAIN, _USE = ("launch.commands.train",), ("launch.commands.use",)
-# Other names for the same, as in TRL, axolotl and others.
-_SYNONYMS = dict.fromkeys(("sft", "run", "finetune", "fine-tune", "launch"), "train") | {"chat": "generate"}
 
 GROUPS = {
     "choose": {
@@ -138,7 +136,7 @@ def _help() -> str:
 
 
 def _no_command(name: str) -> UserError:
-    similar = [_SYNONYMS[name]] if name in _SYNONYMS else get_close_matches(name, COMMANDS, n=1)
+    similar = get_close_matches(name, COMMANDS, n=1)
     fix = f"recipes {similar[0]}" if similar else "one of " + ", ".join(COMMANDS)
     return mistake(name or "recipes", "is not a command" if name else "needs a command", fix)
 

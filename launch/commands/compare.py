@@ -29,7 +29,7 @@ NAME                   a recipe, shipped or your own: mine.yaml, mine.py:functio
 --diff OTHER           only what differs from another recipe or run
 --num_processes N      of a recipe: processes in all, one per GPU [1]
 --global_batch_size N  of a recipe: examples per optimizer step [16]
---json                 for scripts; of a run, its record as it is
+--json                 for scripts, without --diff; of a run, its record as it is
 """
 _DIFF = """
 A                      a run's output folder or run.json, or a recipe
@@ -221,9 +221,8 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
     if not margins:
         return 0
-    _print_table(
-        ["target", *names], [_target_row(*target, by) for target, by in zip(options.target, margins, strict=True)]
-    )
+    targets = zip(options.target, margins, strict=True)
+    _print_table(["target", *names], [_target_row(*target, by) for target, by in targets])
     met = [name for place, name in enumerate(names) if all(by[place] >= 0 for by in margins)]
     print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
     return 0 if met else 1

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 finished, 1 failed, 2 a mistake, 75 stopped by a signal, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(banner.train_help())
+        print(f"{banner.USAGE}\n{banner.settings_help()}")
         return 0
     world, stop = launched(), StopRequest()
     try:

@@ -222,7 +222,7 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not margins:
         return 0
     targets = zip(options.target, margins, strict=True)
-    _print_table(["target", *names], [_target_row(*target, by) for target, by in targets])
+    _print_table(["target", *names], [_target_row(metric, value, by) for (metric, value), by in targets])
     met = [name for place, name in enumerate(names) if all(by[place] >= 0 for by in margins)]
     print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
     return 0 if met else 1

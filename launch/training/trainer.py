@@ -27,14 +27,7 @@ from launch.host.world import World
 from launch.output.other_world import AnyWorld, read_by
 from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
-from launch.training.batches import (
-    GroupedByLength,
-    Places,
-    example_numbers,
-    examples_in_last_round,
-    set_epoch,
-    tokens_of,
-)
+from launch.training.batches import Places, examples_in_last_round, set_epoch, tokens_of
 from launch.training.callbacks import (
     Progress,
     StepTiming,
@@ -106,7 +99,6 @@ class RecipeTrainer(CommittingTrainer):
             self.any_world.prepare(checkpoint)
 
     def _run_epoch(self, *args, **kwargs):
-        self._evaluate_if_owed(kwargs["trial"], kwargs["ignore_keys_for_eval"])
         # Trainer checks these only after a step, so a run resumed at its last step would take one
         # more.
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
@@ -134,7 +126,7 @@ class RecipeTrainer(CommittingTrainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
-        """0: counting walks every parameter in each micro-batch. MFU comes from the tokens."""
+        """0: counting walks every parameter in each micro-batch."""
         return 0
 
     def require_finite_weights(self) -> None:
@@ -156,19 +148,18 @@ class RecipeTrainer(CommittingTrainer):
         places = Places(args.world_size // sharing, max(1, args.dataloader_num_workers), self.train_dataset.shards)
         if self._checkpoint is not None and not args.ignore_data_skip:
             places = places.found_in(Path(self._checkpoint), args.process_index, args.world_size)
-        self._places = places
+        self._places, args.ignore_data_skip = places, True  # it begins where it is to go on
         return places.loader(self.train_dataset, self.data_collator, args.process_index // sharing, args)
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler = super()._get_train_sampler(*args, **kwargs)
-        if not isinstance(sampler, LengthGroupedSampler):
-            return sampler
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return GroupedByLength(self.get_total_train_batch_size(self.args), sampler.lengths, seed)
-
-    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        epochs, batches = super()._init_training_state(*args, **kwargs)
-        return epochs, batches if self._places is None else 0  # a stream has nothing to skip
+        if isinstance(sampler, LengthGroupedSampler):
+            # Trainer groups what one process trains on in a step, and shuffles with random numbers
+            # that a resume in the second epoch does not have.
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler.batch_size, sampler.generator = self.get_total_train_batch_size(self.args), torch.Generator()
+            sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)
+        return sampler
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         self.timing.begin_step()
@@ -196,11 +187,11 @@ class RecipeTrainer(CommittingTrainer):
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
-        number = example_numbers(batch)
         size = self.args.train_batch_size if trains else self.args.eval_batch_size
         group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
         own = min(max(left - group * size, 0), size)
-        batch["labels"] = batch["labels"].masked_fill(number >= own, filler(batch["labels"]))
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][own:] = filler(batch["labels"])
 
     def _prepare_inputs(self, inputs):
         prepared = super()._prepare_inputs(inputs)
@@ -245,17 +236,15 @@ class RecipeTrainer(CommittingTrainer):
         self.evaluations[self.state.global_step] = metrics
         return metrics
 
-    def _evaluate_if_owed(self, trial, ignore_keys: list[str] | None) -> None:
-        """The evaluation that the run before this one could not finish, with all that follows from
-        it: the best model, early stopping, and a schedule that waits for its result.
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
+        """As Trainer's. One at the start makes up for that which the run before this one could not
+        finish, with all that follows from it: the best model, and a schedule that waits for it.
         """
-        if not self._owed:
-            return
-        self._owed = False
-        with torch.random.fork_rng():  # the training resumes with the numbers of its checkpoint
-            metrics = self._evaluate(trial, ignore_keys)
-        if self._determine_best_metric(metrics, trial):
+        owed, self._owed = self._owed, False
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)
+        if owed and self._determine_best_metric(metrics, trial):
             self.state.best_model_checkpoint = self._checkpoint
+        return metrics
 
     def final_metrics(self) -> dict[str, float]:
         """The metrics of the model as it is now, evaluated only if it was not at its step."""
@@ -296,6 +285,7 @@ class RecipeTrainer(CommittingTrainer):
         # An evaluation takes back its request when it ends: a checkpoint that holds one is older.
         control = self.state.stateful_callbacks.get("TrainerControl", {})
         self._owed = control.get("args", {}).get("should_evaluate", False)
+        self.args.eval_on_start |= self._owed
         if self._checkpoint and self.state.best_global_step and self.state.best_model_checkpoint is None:
             best = Path(self._checkpoint).with_name(f"checkpoint-{self.state.best_global_step}")
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
@@ -316,10 +306,6 @@ class RecipeTrainer(CommittingTrainer):
     def model_step(self) -> int:
         """The step that the weights are from: the best one if it was loaded, else the last."""
         return self.state.global_step if self.loaded_step is None else self.loaded_step
-
-    def _finalize_training(self, trial, *args, **kwargs):
-        self._evaluate_if_owed(trial, None)  # if no epoch was left to run
-        return super()._finalize_training(trial, *args, **kwargs)
 
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:

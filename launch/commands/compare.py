@@ -372,26 +372,14 @@ def _target_row(metric: str, wanted: str, margins: list[float]) -> list[str]:
 # --- Differences that noise can make --------------------------------------------------------------
 
 _ALIKE = 0.02  # of a time: the same training differs by as much from run to run
-_LAST_LOGS = 10
 
 
 def noise_can_make(name: str, *both: Json) -> bool:
-    """True if noise can make the difference of a result between two runs.
-
-    A time is as sure as its steps were even, and a loss if one run's stayed below the other's. An
-    evaluation does not tell: there is one of each.
+    """True if noise can make the difference of a time or speed between two runs: they are as sure
+    as the steps were even.
     """
     first, other = (record.get(name) for record in both)
-    if first is None or other is None or first == other:
+    if name not in (*_SECONDS, *_SPEEDS) or first is None or other is None or first == other:
         return False
-    if name in (*_SECONDS, *_SPEEDS):
-        off = [(record.get("step_time_off") or 0.0) / (record.get("step_time") or math.inf) for record in both]
-        return min(first, other) > 0 and abs(math.log(other / first)) <= max(_ALIKE, math.hypot(*off))
-    if name != "final_loss":
-        return False
-    logged = [
-        {log["step"]: log["loss"] for log in record.get("log_history") or () if {"step", "loss"} <= log.keys()}
-        for record in both
-    ]
-    last = sorted(logged[0].keys() & logged[1].keys())[-_LAST_LOGS:]
-    return len(last) > 2 and len({logged[1][step] > logged[0][step] for step in last}) > 1
+    off = [(record.get("step_time_off") or 0.0) / (record.get("step_time") or math.inf) for record in both]
+    return min(first, other) > 0 and abs(math.log(other / first)) <= max(_ALIKE, math.hypot(*off))

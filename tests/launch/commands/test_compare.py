@@ -148,19 +148,6 @@ def test_a_step_time_that_noise_can_make_is_marked(times, marked):
     assert noise_can_make("step_time", one, other) is marked
 
 
-@pytest.mark.parametrize(
-    ("losses", "marked"),
-    [((3.0, 2.2, 2.1, 1.3), True), ((4.1, 3.0, 3.2, 2.1), False), ((3.1, 2.1, 2.1, 1.1), False)],
-    ids=["crossing", "apart", "apart by the same in each log"],
-)
-def test_a_loss_that_noise_can_make_is_marked(losses, marked):
-    one, other = (
-        {"final_loss": of_run[-1], "log_history": [{"step": step, "loss": loss} for step, loss in enumerate(of_run)]}
-        for of_run in ((3.0, 2.0, 2.0, 1.0), losses)
-    )
-    assert noise_can_make("final_loss", one, other) is marked
-
-
 # --- Against a target -----------------------------------------------------------------------------
 
 

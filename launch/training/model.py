@@ -57,8 +57,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     """
     set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
     config = load_config(run, tokenizer, data.labels, data.problem_type)
-    waits = _waits_for_weights(run)
-    if waits and run["model_name_or_path"]:
+    if run["model_name_or_path"] and _waits_for_weights(run):
         model = _unread(run, config)
     elif run["from_scratch"] or run["model_name_or_path"] is None:
         model = _from_scratch(run, config, len(tokenizer))
@@ -67,8 +66,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     # With a cache, transformers overlooks where padding-free sequences begin. A model of text and
     # pictures asks the part about text.
     model.config.use_cache = model.config.get_text_config().use_cache = False
-    if not waits:
-        require_batches_for_batch_norm(run, model)
+    require_batches_for_batch_norm(run, model)
     return with_adapters(run, model) if run["use_peft"] else model
 
 

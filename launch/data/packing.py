@@ -80,12 +80,6 @@ class Packs(_Made):
         inside = f"{len(self.examples):,} examples side by side, {full:.1%} full"
         return f"{len(self):,} sequences of {self.length:,} tokens ({inside}){self.cut()}"
 
-    @property
-    def attended(self) -> float:
-        """The length of a token's own example, averaged over all tokens."""
-        lengths = np.minimum(lengths_of(self.examples), self.length).astype(float)
-        return float((lengths**2).sum() / lengths.sum())
-
     def __len__(self) -> int:
         return len(self.starts) - 1
 

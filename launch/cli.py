@@ -30,7 +30,7 @@ class Command(NamedTuple):
     summary: str
     modules: tuple[str, ...]
     train_flags: bool = False  # it takes train.py's flags too
-    as_train: bool = False  # it loads data or a model here, and answers a failure as train.py does
+    as_train: bool = False  # it computes here, and answers a failure as train.py does
 
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
@@ -66,7 +66,9 @@ GROUPS = {
         "scale": Command(
             "measure how a training scales, and report why", ("launch.scaling.run", "launch.scaling.report"), True
         ),
-        "explain": Command("measure here what accumulation and mixed precision do", ("launch.explain.tables",)),
+        "explain": Command(
+            "measure here what accumulation and mixed precision do", ("launch.explain.tables",), as_train=True
+        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

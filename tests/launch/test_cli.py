@@ -28,7 +28,9 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
     assert capsys.readouterr().out.startswith(f"usage: recipes {name}")
 
 
-@pytest.mark.parametrize(("words", "fix"), [(["chekc"], "Fix: recipes check."), ([], "one of list, show")])
+@pytest.mark.parametrize(
+    ("words", "fix"), [(["chekc"], "Fix: recipes check."), (["sft"], "one of list, show"), ([], "one of list, show")]
+)
 def test_an_unknown_command_gets_the_nearest_name(words, fix, capsys):
     assert main(words) == 2
     assert fix in capsys.readouterr().err

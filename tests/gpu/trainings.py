@@ -144,8 +144,8 @@ def _mfu(tokens_per_second: float, model, length: int) -> float | None:
     from recipes.planner.speed import model_flops
     from recipes.run import hardware
 
-    peak, flops = hardware.read().peak_flops, model_flops(model.num_parameters(True), model.config, length)
-    return tokens_per_second * flops / peak if peak else None
+    peak, parameters = hardware.read().peak_flops, model.num_parameters(exclude_embeddings=True)
+    return tokens_per_second * model_flops(parameters, model.config, length) / peak if peak else None
 
 
 # --- Commands -------------------------------------------------------------------------------------

@@ -46,16 +46,16 @@ BUDGETS = {
     "recipes/planner": 2860,
     "recipes/scaling": 1250,
     "launch": 510,
-    "launch/commands": 1340,
+    "launch/commands": 1290,
     "launch/data": 2130,
     "launch/doctor": 1290,
-    "launch/explain": 420,
+    "launch/explain": 410,
     "launch/fit": 260,
     "launch/host": 1210,
     "launch/jobs": 1470,
     "launch/output": 1570,
     "launch/scaling": 960,
-    "launch/training": 2290,
+    "launch/training": 2100,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -108,16 +107,15 @@ def described(config: PreTrainedConfig) -> Json:
 
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
-    """Number of parameters: tied ones once, shards whole, two per byte of 4-bit weights."""
+    """Number of parameters of a loaded model: tied ones once, shards whole, two per byte of 4-bit
+    weights.
+    """
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 
 def _size(parameter: torch.nn.Parameter) -> int:
     if hasattr(parameter, "ds_numel"):  # a shard of ZeRO-3
         return parameter.ds_numel
-    of_a_shard = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})  # a tensor-parallel layer's
-    if of_a_shard.get("logical_shape"):
-        return math.prod(of_a_shard["logical_shape"])
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 

@@ -23,7 +23,6 @@ from accelerate.utils import gather_object
 from launch.host import memory
 from launch.host.world import World
 from launch.output import record
-from launch.training.model import parameter_count
 from launch.training.trainer import RecipeTrainer
 from recipes.planner.speed import exchanges
 from recipes.run import Json, RunSpec, with_flags
@@ -222,7 +221,7 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         "best_step": state.best_global_step,
         "epoch": state.epoch,
         "world_size": trainer.accelerator.num_processes,
-        "num_parameters": parameter_count(trainer.accelerator.unwrap_model(trainer.model)),
+        "num_parameters": trainer.num_parameters,
         "first_loss": losses[0] if losses else None,
         "final_loss": losses[-1] if losses else None,
         "step_time": timing.step_time,

@@ -36,6 +36,7 @@ from launch.training.callbacks import (
     StopWhenRequested,
 )
 from launch.training.failure import NotANumber
+from launch.training.model import parameter_count
 from launch.training.objective import MeanOverExamples, Metrics, countable, filler
 from recipes.errors import mistake, one_line
 from recipes.factories import arguments_for
@@ -77,6 +78,7 @@ class RecipeTrainer(CommittingTrainer):
             # renames them, remote code has its own: such a model would learn to repeat each token.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
+        self.num_parameters = parameter_count(self.model)  # before an engine divides them
         if run is not None:
             apply_ddp_settings(self, run)
         if self.accelerator.is_fsdp2:

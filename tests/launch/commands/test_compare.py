@@ -69,11 +69,11 @@ def test_the_help_of_show_explains_every_field_of_a_run(capsys):
     assert all(f"  {name} " in printed for name in FIELDS)
 
 
-@pytest.mark.parametrize("name", ["train.py", "fast", "azureml/fast.yaml"])
-def test_where_prints_a_path_and_nothing_else(name, capsys):
-    path = {"train.py": SCRIPT, "fast": ROOT / "accelerate_configs" / "fast.yaml"}.get(name, ROOT / name)
-    assert main(["where", name]) == 0
-    assert capsys.readouterr().out == f"{path}\n"
+def test_where_prints_the_path_of_every_file(answer):
+    printed = answer("where")[1]
+    for name, path in {"train.py": SCRIPT, "fast.yaml": ROOT / "accelerate_configs" / "fast.yaml"}.items():
+        assert f"\n{name} {path}" in printed
+    assert f"\nazureml/fast.yaml {ROOT / 'azureml' / 'fast.yaml'}" in printed
 
 
 # --- One run, or two ------------------------------------------------------------------------------

@@ -107,7 +107,6 @@ class Progress(TrainerCallback):
 
     def __init__(self, run: RunSpec, out: Console) -> None:
         self.run, self.out = run, out
-        self.is_shown = not (run.explicit("disable_tqdm") and run["disable_tqdm"])
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
@@ -119,7 +118,7 @@ class Progress(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         parts = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in (logs or {})]
-        if parts and self.is_shown:
+        if parts:
             parts = [f"step {state.global_step}/{state.max_steps}", f"epoch {state.epoch or 0:.3g}", *parts]
             if self.began is not None:
                 elapsed, done = time.monotonic() - self.began, max(1, state.global_step - self.first)

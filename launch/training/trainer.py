@@ -16,7 +16,7 @@ from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.data.load import Data
@@ -293,6 +293,9 @@ class RecipeTrainer(CommittingTrainer):
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
         super()._load_callback_state()
+        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer looks new ones up as it saves
+            if isinstance(callback, ExportableState):
+                self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0

@@ -46,7 +46,7 @@ BUDGETS = {
     "recipes/planner": 2860,
     "recipes/scaling": 1250,
     "launch": 510,
-    "launch/commands": 1290,
+    "launch/commands": 1280,
     "launch/data": 2130,
     "launch/doctor": 1290,
     "launch/explain": 410,
@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/jobs": 1470,
     "launch/output": 1570,
     "launch/scaling": 960,
-    "launch/training": 2100,
+    "launch/training": 2110,
 }
 
 

@@ -46,7 +46,7 @@ BUDGETS = {
     "recipes/planner": 2860,
     "recipes/scaling": 1250,
     "launch": 510,
-    "launch/commands": 1280,
+    "launch/commands": 1270,
     "launch/data": 2130,
     "launch/doctor": 1290,
     "launch/explain": 410,

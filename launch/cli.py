@@ -30,14 +30,12 @@ class Command(NamedTuple):
     summary: str
     modules: tuple[str, ...]
     train_flags: bool = False  # it takes train.py's flags too
-    as_train: bool = False  # it loads data or a model here, and answers a failure as train.py does
+    as_train: bool = False  # it computes here, and answers a failure as train.py does
 
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
 _CATALOGUE, _COMPARE = ("launch.commands.catalogue",), ("launch.commands.compare",)
 _TRAIN, _USE = ("launch.commands.train",), ("launch.commands.use",)
-# Other names for the same, as in TRL, axolotl and others.
-_SYNONYMS = dict.fromkeys(("sft", "run", "finetune", "fine-tune", "launch"), "train") | {"chat": "generate"}
 
 GROUPS = {
     "choose": {
@@ -68,7 +66,9 @@ GROUPS = {
         "scale": Command(
             "measure how a training scales, and report why", ("launch.scaling.run", "launch.scaling.report"), True
         ),
-        "explain": Command("measure here what accumulation and mixed precision do", ("launch.explain.tables",)),
+        "explain": Command(
+            "measure here what accumulation and mixed precision do", ("launch.explain.tables",), as_train=True
+        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -138,7 +138,7 @@ def _help() -> str:
 
 
 def _no_command(name: str) -> UserError:
-    similar = [_SYNONYMS[name]] if name in _SYNONYMS else get_close_matches(name, COMMANDS, n=1)
+    similar = get_close_matches(name, COMMANDS, n=1, cutoff=0.8)
     fix = f"recipes {similar[0]}" if similar else "one of " + ", ".join(COMMANDS)
     return mistake(name or "recipes", "is not a command" if name else "needs a command", fix)
 

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 finished, 1 failed, 2 a mistake, 75 stopped by a signal, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(banner.train_help())
+        print(f"{banner.USAGE}\n{banner.settings_help()}")
         return 0
     world, stop = launched(), StopRequest()
     try:
@@ -74,8 +74,8 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
     from launch.data.labels import recognised
     from launch.data.load import load_data
     from launch.output.resume import look_ahead, output_folder
-    from launch.training.build import require_hub
     from launch.training.model import known_classes, load_tokenizer, with_model
+    from launch.training.trainer import require_hub
 
     print_progress("reading the data", out)
     tokenizer = load_tokenizer(run)
@@ -100,9 +100,9 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     from launch.data.load import require_same
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
-    from launch.training.build import build_arguments, build_trainer
     from launch.training.model import load_model, saved_bytes
     from launch.training.timing import results
+    from launch.training.trainer import build_arguments, build_trainer
 
     out = console(world.is_main)
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load

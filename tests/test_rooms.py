@@ -46,16 +46,16 @@ BUDGETS = {
     "recipes/planner": 2860,
     "recipes/scaling": 1250,
     "launch": 510,
-    "launch/commands": 1340,
-    "launch/data": 1920,
+    "launch/commands": 1270,
+    "launch/data": 1910,
     "launch/doctor": 1290,
-    "launch/explain": 420,
+    "launch/explain": 410,
     "launch/fit": 260,
     "launch/host": 1110,
     "launch/jobs": 1350,
     "launch/output": 1450,
     "launch/scaling": 960,
-    "launch/training": 2290,
+    "launch/training": 2140,
 }
 
 

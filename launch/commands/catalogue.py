@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from launch.flags import Commands
 from launch.terminal import print_table
 from recipes.catalog import RECIPES
-from recipes.errors import mistake
 
 if TYPE_CHECKING:
     from recipes.run import Json, RunSpec
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Commands) -> None:
     commands.add_parser("list").takes(list_recipes, "")
-    description = 'The paths of train.py and of the YAMLs. With a NAME only its path: "$(recipes where train.py)".'
-    where = commands.add_parser("where", description=description)
-    where.takes(show_where, "[NAME]  train.py, fast.yaml, azureml/fast.yaml, ...")
+    commands.add_parser("where").takes(show_where, "")
 
 
 def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
@@ -29,19 +26,12 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
 
 def show_where(options: argparse.Namespace, rest: list[str]) -> int:
     from launch.jobs.job import SCRIPT
-    from recipes.run.files import nearest, shipped
+    from recipes.run.files import shipped
 
     engines = sorted(shipped("fast.yaml").parent.glob("*.yaml"))
     jobs = sorted(shipped("fast.yaml", "azureml").parent.glob("*.yaml"))
-    found = {path.name: path for path in [SCRIPT, *engines]} | {f"azureml/{path.name}": path for path in jobs}
-    if options.name is None:
-        print_table(["name", "path"], [[name, str(path)] for name, path in found.items()])
-        return 0
-    path = found.get(options.name) or found.get(f"{options.name}.yaml")
-    if path is None:
-        fix = nearest(options.name, found) or f"one of {', '.join(found)}"
-        raise mistake("NAME", f"there is no {options.name}", fix)
-    print(path)
+    rows = [[path.name, str(path)] for path in [SCRIPT, *engines]]
+    print_table(["name", "path"], [*rows, *([f"azureml/{path.name}", str(path)] for path in jobs)])
     return 0
 
 

@@ -29,14 +29,13 @@ NAME                   a recipe, shipped or your own: mine.yaml, mine.py:functio
 --diff OTHER           only what differs from another recipe or run
 --num_processes N      of a recipe: processes in all, one per GPU [1]
 --global_batch_size N  of a recipe: examples per optimizer step [16]
---json                 for scripts; of a run, its record as it is
+--json                 for scripts, without --diff; of a run, its record as it is
 """
 _DIFF = """
 A                      a run's output folder or run.json, or a recipe
 B                      another one
 --num_processes N      of recipes [the run's, or 1]
 --global_batch_size N  of recipes [the run's, or 16]
---json                 name -> value in A and in B
 """
 
 
@@ -51,7 +50,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("others", metavar="RUN", nargs="+", help="those that stand beside it")
     target = "a result that a run should reach, such as eval_loss 2.5; of several, all"
     parser.add_argument("--target", metavar=("METRIC", "VALUE"), nargs=2, action="append", default=[], help=target)
-    parser.takes(compare, "--json  values in the order of the runs")
+    parser.set_defaults(run=compare)
 
 
 # --- What differs ---------------------------------------------------------------------------------
@@ -174,7 +173,8 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
         chosen |= {name: entry for name, entry in as_json["settings"].items() if name != "recipe"}
     if options.json:
-        _print_json(as_json)
+        no_nan = json.loads(json.dumps(as_json, default=str), parse_constant=lambda _: None)  # which JSON has not
+        print(json.dumps(no_nan, indent=2))
         return 0
     print(heading)
     _print_table(["result", "value"], _result_rows([record]))
@@ -197,51 +197,35 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for name, run in recipes.items():  # as much of a record as is known of a run that has not begun
         settings = {each: {**vars(run.setting(each)), "value": shown(each, run[each])} for each in run}
         engine = run.engine_title if trained else run.recipe.engine
-        records[name] = {"settings": settings} | ({} if options.json else {"engine": engine})
+        records[name] = {"settings": settings, "engine": engine}
     titles = names if recipes else _names_of(list(map(Path, names)))
     rows = differences([records[name] for name in names])
-    rows = [row for row in rows if not recipes or row.name != "recipe"]  # that they are two recipes is known
-    if options.json:
-        _print_json(_by_name(titles, rows))
-        return 0
-    if recipes:
+    if recipes:  # that they are two recipes is known
+        rows = [row for row in rows if row.name != "recipe"]
         print(_heading(next(iter(recipes.values()))))
     print_settings(titles, rows)
     return 0
 
 
 def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Returns 0, or 1 if there are targets and no run meets all of them. Raises `UserError`.
-
-    `margin` in the JSON: by how much a target is met; negative if it is missed, null without such a
-    number.
-    """
+    """Returns 0, or 1 if there are targets and no run meets all of them. Raises `UserError`."""
     paths = [Path(word) for word in (options.first, *options.others)]
     names, records = _names_of(paths), [recorded.read(path, "RUN") for path in paths]
-    rows, table = differences(records), results(records)
-    others = other_training(rows)
-    targets = [_target(metric, value, records) for metric, value in options.target]
-    met = [name for place, name in enumerate(names) if all(target["met"][place] for target in targets)]
-    if options.json:
-        of_a_run = ("recipe", "status", "error")
-        runs = [
-            {"name": name, "path": str(path), **{key: record[key] for key in of_a_run if key in record}}
-            for name, path, record in zip(names, paths, records, strict=True)
-        ]
-        content = {"runs": runs, "other_training": others, "differences": _by_name(names, rows), "results": table}
-        _print_json(content | {"targets": targets} | ({"meets_all": met} if targets else {}))
-    else:
-        if others:
-            print(f"not the same training, which changes the results too: another {', '.join(others)}\n")
-        print_settings(names, rows)
-        cells = _result_rows(records)
-        _print_table(["result", *names], [["status", *map(_status, records)], *cells])
-        if any(cell.endswith(_BY_NOISE) for row in cells for cell in row):
-            print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
-        _print_table(["target", *names], list(map(_target_row, targets)))
-        if targets:
-            print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
-    return 0 if met or not targets else 1
+    rows, cells = differences(records), _result_rows(records)
+    margins = [_margins(metric, value, records) for metric, value in options.target]
+    if others := other_training(rows):
+        print(f"not the same training, which changes the results too: another {', '.join(others)}\n")
+    print_settings(names, rows)
+    _print_table(["result", *names], [["status", *map(_status, records)], *cells])
+    if any(cell.endswith(_BY_NOISE) for row in cells for cell in row):
+        print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
+    if not margins:
+        return 0
+    targets = zip(options.target, margins, strict=True)
+    _print_table(["target", *names], [_target_row(metric, value, by) for (metric, value), by in targets])
+    met = [name for place, name in enumerate(names) if all(by[place] >= 0 for by in margins)]
+    print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
+    return 0 if met else 1
 
 
 # --- Runs and recipes -----------------------------------------------------------------------------
@@ -280,7 +264,7 @@ def _names_of(paths: list[Path]) -> list[str]:
 # --- What is printed ------------------------------------------------------------------------------
 
 _RESULTS = ("global_step", "final_loss", "train_loss")
-_SECONDS, _SPEEDS = ("step_time", "train_runtime"), ("samples_per_second", "tokens_per_second", "mfu")
+_SECONDS, _SPEEDS = ("step_time", "train_runtime"), ("samples_per_second", "tokens_per_second")
 _COSTS = ("step_time", *_SPEEDS, "peak_memory_bytes", "train_runtime")
 # Numbers in a record that are not results.
 _NO_RESULT = ("world_size", "data_parallel_size", "num_parameters", "step_time_off")
@@ -300,15 +284,6 @@ def _reason(entries: list[Json], titles: Sequence[str]) -> str:
     reasons = [entry.get("reason") for entry in entries]
     named = (f"{title}: {reason}" for title, reason in zip(titles, reasons, strict=True) if reason)
     return reasons[0] or next(named, "")
-
-
-def _by_name(titles: Sequence[str], rows: Sequence[Row]) -> Json:
-    return {row.name: dict(zip(titles, row.values, strict=True)) for row in rows}
-
-
-def _print_json(content: Json) -> None:
-    """Print it with null for NaN and infinity, of which JSON has neither."""
-    print(json.dumps(json.loads(json.dumps(content, default=str), parse_constant=lambda _: None), indent=2))
 
 
 def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = False) -> None:
@@ -358,8 +333,6 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
         text = memory_size(value)
     elif name in _SECONDS:
         text = duration(value)
-    elif name == "mfu":
-        text = f"{value:.1%}"
     if first is None or first == value or not math.isfinite(first - value):
         return text
     return f"{text} (x {value / first:.2f})" if name in _COSTS and first else f"{text} ({value - first:+.4g})"
@@ -368,8 +341,11 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
 # --- Targets --------------------------------------------------------------------------------------
 
 
-def _target(metric: str, wanted: str, records: list[Json]) -> Json:
-    """A target, and which runs meet it by how much. Raises `UserError` for an impossible one."""
+def _margins(metric: str, wanted: str, records: list[Json]) -> list[float]:
+    """By how much each run meets a target: negative if it misses it, NaN without such a number.
+
+    Raises `UserError` for an impossible target.
+    """
     known = sorted({name for record in records for name in _numbers(record)})
     if metric not in known:
         fix = nearest(metric, known) or ("one of " + ", ".join(known) if known else "a run that has ended well")
@@ -378,10 +354,8 @@ def _target(metric: str, wanted: str, records: list[Json]) -> Json:
         number = float(wanted)
     except ValueError:
         raise mistake("target", f"{metric} {wanted!r} is not a number", f"--target {metric} NUMBER") from None
-    values = [_numbers(record).get(metric, math.nan) for record in records]
-    by = [number - value if _less_is_better(metric) else value - number for value in values]
-    margins = [each if math.isfinite(each) else None for each in by]
-    return {"metric": metric, "value": number, "met": [each >= 0 for each in by], "margin": margins}
+    sign = 1 if _less_is_better(metric) else -1
+    return [sign * (number - _numbers(record).get(metric, math.nan)) for record in records]
 
 
 def _less_is_better(metric: str) -> bool:
@@ -389,37 +363,23 @@ def _less_is_better(metric: str) -> bool:
     return costs or smaller_is_better(metric) is True
 
 
-def _target_row(target: Json) -> list[str]:
-    bound = "at most" if _less_is_better(target["metric"]) else "at least"
-    cells = [
-        "missed" if by is None else f"{'met' if by >= 0 else 'missed'} by {abs(by):.4g}" for by in target["margin"]
-    ]
-    return [f"{target['metric']} {bound} {target['value']:g}", *cells]
+def _target_row(metric: str, wanted: str, margins: list[float]) -> list[str]:
+    bound = "at most" if _less_is_better(metric) else "at least"
+    cells = [f"{'met' if by >= 0 else 'missed'} by {abs(by):.4g}" if math.isfinite(by) else "missed" for by in margins]
+    return [f"{metric} {bound} {wanted}", *cells]
 
 
 # --- Differences that noise can make --------------------------------------------------------------
 
 _ALIKE = 0.02  # of a time: the same training differs by as much from run to run
-_LAST_LOGS = 10
 
 
 def noise_can_make(name: str, *both: Json) -> bool:
-    """True if noise can make the difference of a result between two runs.
-
-    A time is as sure as its steps were even, and a loss if one run's stayed below the other's. An
-    evaluation does not tell: there is one of each.
+    """True if noise can make the difference of a time or speed between two runs: they are as sure
+    as the steps were even.
     """
     first, other = (record.get(name) for record in both)
-    if first is None or other is None or first == other:
+    if name not in (*_SECONDS, *_SPEEDS) or first is None or other is None or first == other:
         return False
-    if name in (*_SECONDS, *_SPEEDS):
-        off = [(record.get("step_time_off") or 0.0) / (record.get("step_time") or math.inf) for record in both]
-        return min(first, other) > 0 and abs(math.log(other / first)) <= max(_ALIKE, math.hypot(*off))
-    if name != "final_loss":
-        return False
-    logged = [
-        {log["step"]: log["loss"] for log in record.get("log_history") or () if {"step", "loss"} <= log.keys()}
-        for record in both
-    ]
-    last = sorted(logged[0].keys() & logged[1].keys())[-_LAST_LOGS:]
-    return len(last) > 2 and len({logged[1][step] > logged[0][step] for step in last}) > 1
+    off = [(record.get("step_time_off") or 0.0) / (record.get("step_time") or math.inf) for record in both]
+    return min(first, other) > 0 and abs(math.log(other / first)) <= max(_ALIKE, math.hypot(*off))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from itertools import chain
-from itertools import count as count_from
 from pathlib import Path
 
 from launch.commands.compare import ABSENT, Row, differences, print_settings
 from launch.flags import Commands
 from launch.jobs.local import Local
 from launch.jobs.submit import submit
-from launch.output.record import MATERIAL, by_accelerate, read, several, started
+from launch.output.record import MATERIAL, by_accelerate, several, started
 from launch.terminal import console, plural, print_note
 from recipes.errors import Problem, UserError, mistake
 from recipes.mixture import title
@@ -79,15 +77,9 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _output_dir(record: Json, file: Path, typed: Settings) -> str:
-    """Where the run writes: by default a folder with no finished run. Others are continued.
-
-    Raises `UserError` for the folder of the recorded run itself.
-    """
+    """Where the run writes. Raises `UserError` for the folder of the recorded run itself."""
     then = Path(str(record["settings"].get("output_dir", {}).get("value") or file.parent.name))
-    first = Path("outputs", f"{then.name or 'run'}-rerun")
-    numbered = (first.with_name(f"{first.name}-{number}") for number in count_from(2))
-    unfinished = (folder for folder in chain([first], numbered) if read(folder).get("status") != "finished")
-    output_dir = str(typed.get("output_dir") or next(unfinished))
+    output_dir = str(typed.get("output_dir") or Path("outputs", f"{then.name or 'run'}-rerun"))
     if Path(output_dir).resolve() in (file.parent, Path(record.get("folder") or ".", then).resolve()):
         what = f"{output_dir} is the folder of the recorded run"
         raise mistake("output_dir", what, "another folder; to continue the recorded run, give its own command again")

@@ -89,8 +89,8 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     require_legal(run)
     prepare_process(run)
     from launch.data.load import load_data
-    from launch.training.build import build_arguments, build_trainer
     from launch.training.model import known_classes, load_tokenizer
+    from launch.training.trainer import build_arguments, build_trainer
 
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
@@ -209,14 +209,8 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print_note(f"logits of {compared}, more than {limit:g} in {dtype}: nothing was written", out)
         return 1
     merged.config.use_cache = merged.config.get_text_config().use_cache = True  # which a training turns off
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as beside:
-            for part in (merged, tokenizer):  # the model with its generation config
-                part.save_pretrained(Path(beside, "whole"))
-            Path(beside, "whole").rename(output)
-    except OSError as error:
-        raise mistake("output", f"{output} cannot be written: {error.strerror}", "--output elsewhere") from None
+    for part in (merged, tokenizer):  # the model with its generation config
+        part.save_pretrained(output)
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
     lines = [f"merged   {folder} into {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
     out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)

@@ -47,11 +47,6 @@ class Data:
         is_flash = isinstance(self.collator, Stack) and "flash" in (attention or "")
         return Stack(flash=True) if is_flash else self.collator
 
-    @property
-    def examples(self) -> int:
-        """How many there are to train on; 0 if unknown."""
-        return 0 if isinstance(self.train, Stream) else len(self.train or ())
-
 
 def require_same(data: Data, world: World) -> None:
     """Each process asks the Hub for itself. Raises `UserError` on one that got another commit than

@@ -64,16 +64,10 @@ class Setup:
     """A device, a model that it trains in seconds, and a learning rate for this model."""
 
     device: torch.device
-    width: int
-    layers: int
-    tokens: int
-    learning_rate: float
-
-
-def setup_for(device: str, rank: int) -> Setup:
-    if device == "cuda":
-        return Setup(torch.device("cuda", rank), width=512, layers=6, tokens=256, learning_rate=0.005)
-    return Setup(torch.device("cpu"), width=128, layers=2, tokens=32, learning_rate=0.05)
+    width: int = 128
+    layers: int = 2
+    tokens: int = 32
+    learning_rate: float = 0.05
 
 
 def decoder(setup: Setup) -> LlamaForCausalLM:
@@ -193,11 +187,11 @@ def _loss(trainee: Trainee, batch: torch.Tensor) -> float | None:
 def main(folder: str) -> None:
     """Measure a topic as one rank, and answer with its numbers."""
     asked = processes.request(folder)
-    rank, device = asked["rank"], asked["device"]
-    setup = setup_for(device, rank)
-    if device == "cuda":
+    rank, backend, setup = asked["rank"], "gloo", Setup(torch.device("cpu"))
+    if asked["device"] == "cuda":
+        backend, setup = "nccl", Setup(torch.device("cuda", rank), width=512, layers=6, tokens=256, learning_rate=0.005)
         torch.cuda.set_device(setup.device)
-    backend, file = "nccl" if device == "cuda" else "gloo", Path(folder).with_name("rendezvous")
+    file = Path(folder).with_name("rendezvous")
     distributed.init_process_group(backend, init_method=file.as_uri(), rank=rank, world_size=RANKS)
     processes.answer(folder, measure(asked["topic"], setup, rank))
     leave_group()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,15 +133,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Returns 0, or 1 if a rank failed."""
+    """Raises `Failure` if a rank failed."""
     topic, hardware = TOPICS[options.topic], read_hardware()
     device = "cuda" if len(hardware.gpus) >= RANKS else "cpu"
     print(f"{options.topic}: {topic.what}\n{hardware}: {RANKS} processes measure on {device}", flush=True)
-    try:
-        _print(topic, measured(options.topic, device, hardware.cores))
-    except Failure as error:
-        print(error, file=sys.stderr)
-        return 1
+    _print(topic, measured(options.topic, device, hardware.cores))
     return 0
 
 

@@ -246,9 +246,9 @@ def _requested(request: Json, world: World, folder: str) -> RunSpec:
 def _train_on_longest(run: RunSpec, world: World, tokenizer, data, limit_bytes: int) -> None:
     """Two steps on the longest example alone."""
     from launch.data.load import repeated_longest
-    from launch.training.build import build_arguments, build_trainer
     from launch.training.callbacks import StopOnNotANumber
     from launch.training.model import load_model
+    from launch.training.trainer import build_arguments, build_trainer
 
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     memory.limit(limit_bytes, run.hardware.cuda)

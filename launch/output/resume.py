@@ -86,9 +86,6 @@ def _locked(run: RunSpec, kind: int) -> int:
 def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
     """Archive an older run if --fresh says so, and remove the converted copies of checkpoints that
     a killed run has left. Call it last before training, once nothing else is wrong.
-
-    Raises `UserError` if the disk has no room for a checkpoint and the model. How many are kept at
-    once depends on the run: whoever fills the disk later resumes.
     """
     free = shutil.disk_usage(run["output_dir"]).free
     if free <= needed_bytes:

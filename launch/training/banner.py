@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from launch.training.trainer import RecipeTrainer
 
 
-_USAGE = """\
+USAGE = """\
 usage: recipes train [--num_processes N] [--recipe NAME|FILE] [--config FILE] [model and data flags] [Trainer flags]
        accelerate launch [--config_file YAML] [--num_processes N] train.py [the same flags]
 
@@ -46,29 +47,26 @@ _OWN = """\
   mine.py:name  a function of your file that returns a recipes.catalog.Recipe"""
 
 
-def train_help() -> str:
-    """`train.py --help`."""
-    return f"{_USAGE}\n{settings_help()}"
-
-
 def settings_help() -> str:
     """Every recipe and setting, from the same legal names that the check uses."""
-
-    def wrapped(text: str, first: str, indent: int) -> str:
-        return textwrap.fill(
-            text, width=110, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
-        )
-
+    fill = partial(textwrap.fill, width=110, break_on_hyphens=False)
     own = []
     for field in legal.run_flags().values():
         choices = f" ({', '.join(field.choices)})" if field.choices else ""
         default = f" [{field.default}]" if field.default not in (None, False) else ""
-        own.append(wrapped(f"{field.help}{choices}{default}", f"  --{field.name:<26} ", 31))
-    lines = ["Recipes (recipes show NAME explains one):"]
-    lines += [*(f"  {name:<14}{recipe().purpose}" for name, recipe in RECIPES.items()), _OWN, ""]
-    lines += ["Run, model and data:", *own, ""]
-    lines += [f"Every field of TrainingArguments (transformers {legal.version('transformers')}):"]
-    return "\n".join([*lines, wrapped(", ".join(f"--{name}" for name in legal.trainer_fields()), "  ", 2), ""])
+        flag = f"  --{field.name:<26} "
+        own.append(fill(f"{field.help}{choices}{default}", initial_indent=flag, subsequent_indent=" " * 31))
+    of_trainer = ", ".join(f"--{name}" for name in legal.trainer_fields())
+    return "\n".join(
+        [
+            "Recipes (recipes show NAME explains one):",
+            *(f"  {name:<14}{recipe().purpose}" for name, recipe in RECIPES.items()),
+            f"{_OWN}\n\nRun, model and data:",
+            *own,
+            f"\nEvery field of TrainingArguments (transformers {legal.version('transformers')}):",
+            fill(of_trainer, initial_indent="  ", subsequent_indent="  ") + "\n",
+        ]
+    )
 
 
 # --- Before the first step ------------------------------------------------------------------------
@@ -86,32 +84,33 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
     share = "" if trainable == total else f", {trainable:,} of them trained ({trainable / total:.2%})"
     name = run["model_name_or_path"] or "byte-level decoder"
     from_scratch = " from scratch" if run["from_scratch"] or run["model_name_or_path"] is None else ""
-    table = _table(
-        {
-            "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
-            "model": f"{name}{from_scratch}, {total:,} parameters{share}",
-            "data": data.description,
-            **({"example": shortened(example)} if example else {}),
-            "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
-            "batch": batch(run),
-            "schedule": schedule(run),
-            "precision": precision(run),
-            "output": run["output_dir"],
-        }
-    )
-    heading = "changed"
+    lines = {
+        "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
+        "model": f"{name}{from_scratch}, {total:,} parameters{share}",
+        "data": data.description,
+        "example": shortened(example),
+        "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
+        "batch": batch(run),
+        "schedule": schedule(run),
+        "precision": precision(run),
+        "output": run["output_dir"],
+        "changed": "\n".join(_changed(run)),
+    }
+    out.print(_table({name: line for name, line in lines.items() if line}))
+    if run.local_world_size < len(run.hardware.gpus):
+        what = f"{run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')} in use"
+        fix = f"--num_processes {len(run.hardware.gpus)}"
+        print_problems([Problem("num_processes", what, fix, severity="advice")], out)
+
+
+def _changed(run: RunSpec) -> Iterable[str]:
+    """The settings that somebody has written for this run."""
     for name, setting in sorted(run.given.items()):
         if name not in ("recipe", "config", "output_dir"):
             value = shown(name, setting.value)
             if isinstance(value, float) and value.is_integer():
                 value = int(value)  # `--save_steps 2` is 2.0
-            table.add_row(heading, escape(f"{name} = {value} ({setting.source})"))
-            heading = ""
-    out.print(table)
-    if run.local_world_size < len(run.hardware.gpus):
-        what = f"{run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')} in use"
-        fix = f"--num_processes {len(run.hardware.gpus)}"
-        print_problems([Problem("num_processes", what, fix, severity="advice")], out)
+            yield f"{name} = {value} ({setting.source})"
 
 
 def batch(run: RunSpec) -> str:
@@ -160,25 +159,24 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
-    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
+    """Add the row of `--measure`, print the summary, and free what DDP and DeepSpeed hold.
 
     All ranks call it, once the run is recorded as finished. A failure here does not change that.
     """
-    out = console(world.is_main)
-    with only_noted(world):
-        out.print()
-        lines = {**dict(_summary(results, run)), "written to": run["output_dir"]}
-        out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
-    if world.is_main:
-        with only_noted(world):
-            trainer.write_card(run)
+    out, timings = console(world.is_main), {}
     with only_noted(world):
         if run["measure"]:
             from launch.training.timing import add_timings_row
 
             added = add_timings_row(run, world, trainer, results)
             result = "a row was added" if added else "no step was measured, so no row was added"
-            out.print(_table({"timings": f"{run['measure']}: {result}"}))
+            timings = {"timings": f"{run['measure']}: {result}"}
+    with only_noted(world):
+        out.print()
+        lines = {**dict(_summary(results, run)), **timings, "written to": run["output_dir"]}
+        out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
+        if world.is_main:
+            trainer.write_card(run)
     trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
 
 
@@ -225,9 +223,8 @@ def _next_commands(run: RunSpec) -> Iterable[str]:
 
 def _which_model(results: Json, run: RunSpec) -> str:
     """The step of the saved weights, and why it is that one."""
-    step, last = results["model_step"], results["global_step"]
+    step, best = results["model_step"], results["best_step"]
     metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
-    if results["best_step"] == step:
+    if best == step:
         return f"of step {step:,}, the best by {metric}"
-    better = f": no checkpoint of the best, step {results['best_step']:,}, was found" if results["best_step"] else ""
-    return f"of step {step:,}, {'the last' if step == last else 'the best that was saved'}{better}"
+    return f"of step {step:,}" + (f": no checkpoint of the best, step {best:,}, was found" if best else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 from launch.data.batches import Example
 from launch.data.encode import IGNORED
@@ -21,25 +21,6 @@ from launch.host.files import write_whole
 from launch.output.other_world import readers_of, stream_file
 from recipes.errors import StreamBroke
 from recipes.run import Json
-
-
-class GroupedByLength(LengthGroupedSampler):
-    """Trainer's order of examples by length, but the same one on any hardware and after any resume.
-
-    Trainer groups what one process trains on in a step, and shuffles with random numbers that a
-    resume in the second epoch does not have.
-    """
-
-    def __init__(self, global_batch: int, lengths: list[int], seed: int):
-        super().__init__(global_batch, lengths=lengths)
-        self.seed, self.epoch = seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self):
-        numbers = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=numbers))
 
 
 def examples_in_last_round(loader: Any) -> int:
@@ -60,13 +41,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-
-
-def example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """For each label the number of its row."""
-    labels = batch["labels"]
-    rows = torch.arange(len(labels), device=labels.device)
-    return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
 
 
 def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
@@ -135,7 +109,7 @@ class Places:
         loader = DataLoader(
             replace(stream, rank=reader, ranks=self.ranks, places=self.of, turn=self.turn, first_round=self.round),
             batch_size=args.train_batch_size,
-            collate_fn=_WithPlace(collate),
+            collate_fn=partial(_with_place, collate),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
@@ -147,15 +121,9 @@ class Places:
         )
 
 
-@dataclass(frozen=True)
-class _WithPlace:
-    """A collator that puts the place after a micro-batch into it, or why there is none."""
-
-    collate: Callable[[list[Example]], dict[str, torch.Tensor]]
-
-    def __call__(self, rows: list[Example]) -> dict[str, Any]:
-        broken = next((row[PLACE] for row in rows if isinstance(row[PLACE], Exception)), None)
-        if broken is not None:
-            return {PLACE: broken}
-        place = rows[-1][PLACE]
-        return {**self.collate([{name: row[name] for name in row if name != PLACE} for row in rows]), PLACE: place}
+def _with_place(collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]) -> dict[str, Any]:
+    """A micro-batch with the place after it, or only the reason why there is none."""
+    place = next((row[PLACE] for row in rows if isinstance(row[PLACE], Exception)), rows[-1][PLACE])
+    if isinstance(place, Exception):
+        return {PLACE: place}
+    return {**collate([{name: row[name] for name in row if name != PLACE} for row in rows]), PLACE: place}

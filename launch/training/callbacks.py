@@ -19,7 +19,6 @@ from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
 from launch.terminal import print_problems
 from launch.training.failure import NotANumber
-from recipes.errors import Problem, plural
 from recipes.rules.training import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch.distributed import ProcessGroup
 
-_FEW_STEPS = 20
 _STRETCHES = 8  # of a run, whose step times are compared
 _MICRO_STEP = "micro-step"
 _SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
@@ -100,47 +98,33 @@ class StopWhenRequested(TrainerCallback):
         return bool(asked)
 
 
-def _few(steps: int) -> Iterator[Problem]:
-    """Advice about a run that is over before it has learned anything."""
-    if steps < _FEW_STEPS:
-        fix = "more --num_train_epochs, or a smaller --global_batch_size"
-        yield Problem("num_train_epochs", f"the data makes {plural(steps, 'step')} in all", fix, severity="advice")
-
-
 class Progress(TrainerCallback):
-    """A progress bar on a terminal, and one line per log. The last step logs too, so that the final
-    loss is known even if a recipe logs rarely.
+    """One line per log. The last step logs too, so that the final loss is known even if a recipe
+    logs rarely.
     """
+
+    began: float | None = None  # an evaluation alone has no such time
 
     def __init__(self, run: RunSpec, out: Console) -> None:
         self.run, self.out = run, out
-        self.is_shown = not (run.explicit("disable_tqdm") and run["disable_tqdm"])
-        self.bar, self.began = tqdm(disable=True), math.nan  # an evaluation alone has neither
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
-            print_problems([*warmup_within(self.run, state.max_steps), *_few(state.max_steps)], self.out)
+            print_problems(warmup_within(self.run, state.max_steps), self.out)
         self.first, self.began = state.global_step, time.monotonic()
-        is_off = not self.is_shown or not self.out.is_terminal or self.out.quiet
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, leave=False, disable=is_off)
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= state.global_step >= state.max_steps
-        self.bar.update()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         parts = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in (logs or {})]
-        if parts and self.is_shown:
+        if parts:
             parts = [f"step {state.global_step}/{state.max_steps}", f"epoch {state.epoch or 0:.3g}", *parts]
-            if self.bar.disable and not math.isnan(self.began):  # in a log; a terminal has the bar
+            if self.began is not None:
                 elapsed, done = time.monotonic() - self.began, max(1, state.global_step - self.first)
                 left = elapsed / done * (state.max_steps - state.global_step)
                 parts.append(f"{tqdm.format_interval(elapsed)}, {tqdm.format_interval(left)} left")
-            with tqdm.external_write_mode(self.out.file):  # above the bar
-                self.out.print("  ".join(parts), highlight=False)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.close()
+            self.out.print("  ".join(parts), highlight=False)
 
 
 # --- The time of a step ---------------------------------------------------------------------------
@@ -151,7 +135,7 @@ class StepTiming(TrainerCallback):
 
     The Trainer says when a part ends, by `mark`. On a GPU a mark is an event in its stream, read
     once the GPU has passed it: the host never stops to measure. Elsewhere it is a reading of the
-    clock. `on` may be switched off meanwhile.
+    clock. `on`: parts are marked.
     """
 
     def __init__(self, cuda: bool, parts: bool = False) -> None:
@@ -159,14 +143,13 @@ class StepTiming(TrainerCallback):
         self.steps_trained = 0
         self._started: float | None = None  # the step that is timed, unless something else interrupts it
 
-        self.parts = self.on = parts
+        self.on = parts
         self.seconds: Counter[str] = Counter()  # in each part
         self.sent: tuple[int, int, int] | None = None  # in one step: `_counted`
         # The micro-batches of the first timed step, and their items: an epoch's last step is short.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
         self._cuda = cuda
         self._marks: deque[tuple[str, Any]] = deque()
-        self._begun = 0
         self._profiler: profile | None = None
 
     # --- The length of a step --------------------------------------------------------------------
@@ -203,7 +186,7 @@ class StepTiming(TrainerCallback):
 
     @property
     def timed_steps(self) -> int:
-        return max(0, self._begun - WARM_UP_STEPS)
+        return max(0, self.steps_trained - WARM_UP_STEPS)
 
     def mark(self, part: str) -> None:
         """The time since the last mark was that part."""
@@ -217,18 +200,17 @@ class StepTiming(TrainerCallback):
 
     def begin_step(self) -> None:
         """Before the micro-batches of a step are read: the warm-up's last step is counted."""
-        if self.parts and self._begun == WARM_UP_STEPS - 1 and not self._profiler:
+        if self.on and self.steps_trained == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
-        if self.parts and self._begun == WARM_UP_STEPS:
+        if self.on and self.steps_trained == WARM_UP_STEPS:
             self._fold(wait=True)
             self.seconds.clear()
             self._marks.clear()
             self.mark("start")
 
     def have_read(self, batches: list[dict[str, torch.Tensor]], items: torch.Tensor | int | None) -> None:
-        self._begun += bool(batches)
-        if self.parts and self.timed_steps == 1:
+        if self.on and self.steps_trained == WARM_UP_STEPS:
             self.first_batches = (batches, items)
 
     @contextlib.contextmanager

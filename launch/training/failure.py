@@ -82,12 +82,11 @@ def report(error: BaseException, world: World) -> int:
             print_problems(problems, console(stderr=True))
         return 2
     folder = Path(run["output_dir"]) if run and run["output_dir"] else None
-    is_known = isinstance(error, (KeyboardInterrupt, Preempted, Failure))
+    is_known = isinstance(error, (KeyboardInterrupt, Preempted, Failure)) or _lost_a_rank(error)
     storage = None if is_known else storage_failure(error, folder)
-    is_bug = not (is_known or storage or _lost_a_rank(error))
     if _prints(error, world, met_by_all=storage is not None):
-        if is_bug:
-            raise error
+        if not is_known and storage is None:
+            raise error  # a bug of ours
         message = f"{_rank(world)}{_explained(error, storage, folder)}"
         console(stderr=True).print(escape(message), style="red", highlight=False)
     if isinstance(error, Preempted):

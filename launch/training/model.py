@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -44,7 +43,6 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
-    read_config(run)  # the tokenizer's class reads it too, and names itself where the configuration is wrong
     with _of_these_files(run, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(expanded(name)), **_origin(run))
     if tokenizer.pad_token is None:
@@ -59,8 +57,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     """
     set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
     config = load_config(run, tokenizer, data.labels, data.problem_type)
-    waits = _waits_for_weights(run)
-    if waits and run["model_name_or_path"]:
+    if run["model_name_or_path"] and _waits_for_weights(run):
         model = _unread(run, config)
     elif run["from_scratch"] or run["model_name_or_path"] is None:
         model = _from_scratch(run, config, len(tokenizer))
@@ -68,10 +65,8 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
         model = _pretrained(run, config)
     # With a cache, transformers overlooks where padding-free sequences begin. A model of text and
     # pictures asks the part about text.
-    model.config.use_cache = _text_config(model.config).use_cache = False
-    if not waits:
-        with_separate_examples(run, model.config, model)
-        require_batches_for_batch_norm(run, model, data.examples)
+    model.config.use_cache = model.config.get_text_config().use_cache = False
+    require_batches_for_batch_norm(run, model)
     return with_adapters(run, model) if run["use_peft"] else model
 
 
@@ -108,40 +103,31 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
 def described(config: PreTrainedConfig) -> Json:
     """A configuration as a config.json has it, and under the names that all types share."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
-    content, text = {**config.to_dict(), **shared}, _text_config(config)
+    content, text = {**config.to_dict(), **shared}, config.get_text_config()
     return content if text is config else {**content, "text_config": described(text)}
 
 
-def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part about text; the whole configuration if it has several such parts, as MusicGen's."""
-    try:
-        return config.get_text_config()
-    except ValueError:
-        return config
-
-
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
-    """Number of parameters: tied ones once, shards whole, two per byte of 4-bit weights."""
+    """Number of parameters of a loaded model: tied ones once, shards whole, two per byte of 4-bit
+    weights.
+    """
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 
-def _size(parameter: torch.nn.Parameter) -> int:
-    if hasattr(parameter, "ds_numel"):  # a shard of ZeRO-3
-        return parameter.ds_numel
-    of_a_shard = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})  # a tensor-parallel layer's
-    if of_a_shard.get("logical_shape"):
-        return math.prod(of_a_shard["logical_shape"])
-    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
-
-
 def saved_bytes(model: torch.nn.Module, run: RunSpec) -> int:
-    """Estimated bytes of the trained weights at the end, and of one checkpoint: the trained weights
-    again, with the states of the optimizer.
+    """Estimate the bytes of the final trained weights and of one checkpoint. A checkpoint holds the
+    trained weights again, and the optimizer's states.
     """
     width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
     of_optimizer = 0 if run["save_only_model"] else optimizer_bytes_per_parameter(run)
     checkpoint = width + of_optimizer if run["save_strategy"] != "no" else 0
     return round(parameter_count(model, trained_only=True) * (width + checkpoint))
+
+
+def _size(parameter: torch.nn.Parameter) -> int:
+    if hasattr(parameter, "ds_numel"):  # a shard of ZeRO-3
+        return parameter.ds_numel
+    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
 # --- Loading --------------------------------------------------------------------------------------
@@ -152,7 +138,7 @@ def load_config(
 ) -> PreTrainedConfig:
     """The configuration of the run's model, with `labels` as its outputs."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
-    text = _text_config(config)
+    text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id
     if run["from_scratch"] and hasattr(config, "quantization_config"):
@@ -197,8 +183,9 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
 
     Under ZeRO-3 a GPU draws the numbers, and others than a CPU.
     """
-    if vocabulary > (_text_config(config).vocab_size or vocabulary):
-        what = f"its tokenizer knows {vocabulary:,} tokens, more than vocab_size {_text_config(config).vocab_size:,}"
+    known = config.get_text_config().vocab_size
+    if vocabulary > known:
+        what = f"its tokenizer knows {vocabulary:,} tokens, more than vocab_size {known:,}"
         raise mistake("from_scratch", what, f"vocab_size {vocabulary} in its config.json")
     with _of_these_files(run, "model"):
         model = _built(run, config)
@@ -272,23 +259,15 @@ def _attention(run: Settings) -> dict[str, object]:
 # --- BatchNorm ------------------------------------------------------------------------------------
 
 
-def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
+def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> None:
     """Raises `UserError` if BatchNorm would get a single example: it fails, or learns nothing of
     how examples differ. SyncBatchNorm sees the examples of all processes.
     """
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
-    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
-    # On several processes accelerate fills the last batch of an epoch up.
-    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
-    leaves_one = world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]
-    if not (micro == 1 or leaves_one) or not has_own:
-        return
-    setting, fix = "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
-    if micro == 1:
-        setting = "per_device_train_batch_size"
-        fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
-    raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix)
+    if has_own and run["per_device_train_batch_size"] == 1:
+        fix = "--per_device_train_batch_size 2, and a --global_batch_size that it and the processes divide"
+        raise mistake("per_device_train_batch_size", "is 1, and this model's BatchNorm needs 2 examples", fix)
 
 
 # --- 4 bits and adapters --------------------------------------------------------------------------
@@ -340,10 +319,9 @@ def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
     wanted = run["lora_target_modules"]
     if not wanted or wanted == ["all-linear"]:
         return "all-linear"
-    modules = {f".{name}": module for name, module in model.named_modules()}
+    modules = {f".{name}": type(module).__name__ for name, module in model.named_modules()}
     if missing := [target for target in wanted if not any(name.endswith(f".{target}") for name in modules)]:
-        inner = {name: module for name, module in modules.items() if module is not model.get_output_embeddings()}
-        linear = {name for name, module in inner.items() if re.search("Linear|Conv1D", type(module).__name__)}
-        fix = "some of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:12])
+        linear = {name.rpartition(".")[2] for name, kind in modules.items() if re.search("Linear|Conv1D", kind)}
+        fix = "some of " + ", ".join(sorted(linear)[:12])
         raise mistake("lora_target_modules", f"the model has no module {', '.join(missing)}", fix)
     return wanted

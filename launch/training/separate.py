@@ -3,20 +3,20 @@
 It is tried, as the source does not tell. OPT takes position_ids and lets every token see all before
 it, and layers with a state (Mamba, Jamba, LFM2) carry it on, whatever the mask.
 
-A narrow twin with random weights is tried: the model's own are sharded under ZeRO-3, repacked in
-4 bits, and FlashAttention has no version for a CPU. There is no threshold: the gradient of the
-second example's outputs by the embeddings of the first is taken, and any number but 0 is a leak.
+A narrow twin with random weights is tried, before the model is loaded: FlashAttention is imitated,
+as it has no version for a CPU. There is no threshold: the gradient of the second example's outputs
+by the embeddings of the first is taken, and any number but 0 is a leak.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -35,36 +35,45 @@ _MOST = {"vocab": 64, "token_id$": 0, "experts$": 16, "chunk": 16}
 _FLASH = "flash_attention_on_cpu"
 
 
-def with_separate_examples(
-    run: RunSpec, config: PreTrainedConfig, model: PreTrainedModel | None = None
-) -> tuple[RunSpec, list[Problem]]:
+def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunSpec, list[Problem]]:
     """The run without packing if its model mixes examples and nobody asked for packing; and the
-    advice that says so. Raises `UserError` if somebody asked, or if the `model` is loaded already.
+    advice that says so. Raises `UserError` if somebody asked.
     """
     packs = run["task"] == "causal_lm" and run["packing"] and run["packing_strategy"] == "bfd"
-    if not packs:
-        return run, []
-    kind = type(model) if model else AutoModelForCausalLM._model_mapping.get(type(config), None)
-    mixes, is_asked_for = _twin_mixes(run, config, kind), run.explicit("packing")
-    if mixes is None and model is None and is_asked_for:
-        return run, []  # the model itself is tried, once it is loaded
-    # Shards of weights compute nothing here, and bitsandbytes repacks 4-bit ones for inference.
-    in_pieces = is_deepspeed_zero3_enabled() or getattr(model, "is_quantized", False)
-    if mixes is None and model and not in_pieces and "flash" not in (config._attn_implementation or ""):
-        mixes = _mixes(model)
+    mixes = _twin_mixes(run, config) if packs else False
     if mixes is False:
         return run, []
     what = f"a {config.model_type} model lets the examples of a row see each other"
     reason = what if mixes else f"whether {what} cannot be tried"
-    if model or is_asked_for:
+    if run.explicit("packing"):
         raise mistake("packing", reason, "--packing_strategy wrapped, or --packing false")
     fix = "--packing_strategy wrapped, to join them"
     return run.limited("packing", False, reason), [Problem("packing", f"is off: {reason}", fix, severity="advice")]
 
 
-def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
-    """True if what the second example of a row says depends on the first one. None if it cannot
-    run, or if no token depends on the one before it, as in a layer norm of one number.
+def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
+    """True if a narrow model of the same configuration mixes examples. None if none can be made, as
+    for a model whose code comes with its weights.
+    """
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    attention = run["attn_implementation"] or config._attn_implementation or ""
+    flash = "flash" in attention
+    hidden = getattr(config, "hidden_size", None) or 64 * _LEAST_WIDTH
+    for by in (by for by in _DIVISORS if kind and (by == 1 or hidden // by >= _LEAST_WIDTH)):
+        # A type's own code may raise anything for sizes and inputs that it does not expect.
+        with silence(), contextlib.suppress(Exception):
+            twin = _made(kind, _narrowed(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
+            if flash:
+                _imitate_flash_attention(twin)
+            mixes = _mixes(twin, rows=2 if flash else 1)
+            if mixes is not None:
+                return mixes
+    return None
+
+
+def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
+    """True if what the second example of a row says depends on the first one. None if no token
+    depends on the one before it, as in a layer norm of one number.
     """
     embedded = []
 
@@ -72,48 +81,19 @@ def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
         embedded.append(output.detach().requires_grad_())
         return embedded[0].clone()
 
-    hook = model.get_input_embeddings().register_forward_hook(keep)
-    was_training = model.training
-    try:
-        with torch.device(model.device), torch.enable_grad(), silence():
-            positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
-            row = {"input_ids": torch.arange(1, len(positions) + 1), "position_ids": positions}
-            batch = Stack(flash=rows > 1)([row] * rows)
-            said = model.eval()(**batch).logits[0, _FIRST:].float()
-            one_number = said @ torch.linspace(-1, 2, said.shape[-1])  # for each token
-        (by_all,) = torch.autograd.grad(one_number.sum(), embedded[0], retain_graph=True)
-        (by_last,) = torch.autograd.grad(one_number[-1], embedded[0])
-        can_tell = by_all.isfinite().all() and by_last[0, -2].any()
-        return bool(by_all[0, :_FIRST].any()) if can_tell else None
-    except Exception:  # a type's own code may raise anything for what it does not expect
-        return None
-    finally:
-        hook.remove()
-        model.train(was_training)
+    model.get_input_embeddings().register_forward_hook(keep)
+    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
+    row = {"input_ids": torch.arange(1, len(positions) + 1), "position_ids": positions}
+    with torch.enable_grad():
+        said = model.eval()(**Stack(flash=rows > 1)([row] * rows)).logits[0, _FIRST:].float()
+        one_number = said @ torch.linspace(-1, 2, said.shape[-1])  # for each token
+    (by_all,) = torch.autograd.grad(one_number.sum(), embedded[0], retain_graph=True)
+    (by_last,) = torch.autograd.grad(one_number[-1], embedded[0])
+    can_tell = by_all.isfinite().all() and by_last[0, -2].any()
+    return bool(by_all[0, :_FIRST].any()) if can_tell else None
 
 
 # --- The twin -------------------------------------------------------------------------------------
-
-
-def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> bool | None:
-    """As `_mixes`, of a narrow model of the same configuration. None if transformers makes none."""
-    if kind is None:  # its code comes with its weights
-        return None
-    attention = run["attn_implementation"] or config._attn_implementation or ""
-    flash = "flash" in attention
-    hidden = getattr(config, "hidden_size", None) or 64 * _LEAST_WIDTH
-    for by in (by for by in _DIVISORS if by == 1 or hidden // by >= _LEAST_WIDTH):
-        try:
-            with silence():
-                twin = _made(kind, _narrowed(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
-            if flash:
-                _imitate_flash_attention(twin)
-        except Exception:  # as above, for sizes
-            continue
-        mixes = _mixes(twin, rows=2 if flash else 1)
-        if mixes is not None:
-            return mixes
-    return None
 
 
 def _narrowed(value: Any, by: int, name: str = "") -> Any:
@@ -137,8 +117,8 @@ def _narrowed(value: Any, by: int, name: str = "") -> Any:
 
 
 def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
-    """The model by its own class: `from_config` would shard it under ZeRO-3. Its weights are moved:
-    some branches begin with zeros, and lead nothing on.
+    """The model in float32. Its weights are moved: some branches begin with zeros, and lead nothing
+    on.
     """
     if not isinstance(config, kind.config_class):
         config = config.get_text_config()

@@ -54,16 +54,8 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     timing, device, world = trainer.timing, trainer.args.device, run.world_size
     steps = timing.timed_steps
     name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    ranks = gather_object(
-        [
-            {
-                **{part: timing.seconds[part] / steps for part in PARTS},
-                "host": platform.node(),
-                "device": name,
-                "peak": results["peak_memory_bytes"],
-            }
-        ]
-    )
+    own = {"host": platform.node(), "device": name, "peak": results["peak_memory_bytes"]}
+    ranks = gather_object([{**own, **{part: timing.seconds[part] / steps for part in PARTS}}])
     parts: Json = {part: fmean(rank[part] for rank in ranks) for part in PARTS if part != "communication"}
     step_time = sum(parts.values())
     for part in ("logging", "saving"):  # one process writes, and the time that others wait for it is not `other`
@@ -213,8 +205,7 @@ def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.d
 
 
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> Json:
-    """Trainer's own metrics under its names, and with them tokens, steady step time, peak memory
-    and MFU.
+    """Trainer's own metrics under its names, with tokens, steady step time, peak memory and MFU.
 
     Times are in seconds, memory in bytes. All ranks call it: the tokens of all are added up.
     """
@@ -231,7 +222,7 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         "best_step": state.best_global_step,
         "epoch": state.epoch,
         "world_size": trainer.accelerator.num_processes,
-        "num_parameters": parameter_count(trainer.accelerator.unwrap_model(trainer.model)),
+        "num_parameters": trainer.num_parameters,
         "first_loss": losses[0] if losses else None,
         "final_loss": losses[-1] if losses else None,
         "step_time": timing.step_time,
@@ -245,9 +236,23 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
     if timing.step_time:
         entries["samples_per_second"] = run.batch.total / timing.step_time
         entries["tokens_per_second"] = tokens_per_step / timing.step_time
-        attended = getattr(trainer.train_dataset, "attended", run["max_length"])
-        entries["mfu"] = utilisation(run, trainer.model, entries["tokens_per_second"], attended)
+        entries["mfu"] = utilisation(run, trainer, entries["tokens_per_second"])
     return entries
+
+
+def utilisation(run: RunSpec, trainer: RecipeTrainer, tokens_per_second: float) -> float | None:
+    """Model FLOPs utilisation: the share of the GPUs' bf16 peak. None if the peak is unknown, or if
+    the formula does not hold: it needs packed rows and a whole model that is trained.
+    """
+    peak, model = run.hardware.peak_flops, trainer.model
+    is_whole = run["packing"] and run["task"] == "causal_lm" and not run["use_peft"]
+    if peak is None or not is_whole or not flops_are_known(model.config):
+        return None
+    parameters = trainer.num_parameters
+    if not getattr(model.config, "tie_word_embeddings", False):
+        parameters -= parameter_count(model.get_input_embeddings())  # a lookup costs no FLOPs
+    length = getattr(trainer.train_dataset, "attended", run["max_length"])
+    return tokens_per_second * model_flops(parameters, model.config, length) / (peak * run.world_size)
 
 
 def peak_memory() -> Json:
@@ -255,23 +260,3 @@ def peak_memory() -> Json:
     if torch.cuda.is_available():
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "allocated on the first GPU"}
     return {"peak_memory_bytes": memory.peak(cuda=False), "peak_memory_of": "of RAM in the first process"}
-
-
-def flops_per_token(model: torch.nn.Module, length: float) -> float:
-    """Training FLOPs per token; an untied input embedding costs none."""
-    parameters = parameter_count(model)
-    if not getattr(model.config, "tie_word_embeddings", False):
-        parameters -= parameter_count(model.get_input_embeddings())
-    return model_flops(parameters, model.config, length)
-
-
-def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float, attended: float) -> float | None:
-    """Model FLOPs utilisation, of the bf16 peak. None if the hardware or the formula is unknown.
-
-    `attended` is the length of the example that a token belongs to.
-    """
-    peak = run.hardware.peak_flops
-    is_whole = run["packing"] and run["task"] == "causal_lm" and not run["use_peft"]
-    if peak is None or not is_whole or not flops_are_known(model.config):
-        return None
-    return tokens_per_second * flops_per_token(model, attended) / (peak * run.world_size)

@@ -4,41 +4,45 @@ complete checkpoints, and no wait for the GPU between logs.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DDPCommunicationHookType, gather_object
+from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin, gather_object
+from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from launch.data.load import Data
 from launch.data.streams import Stream
-from launch.host.memory import ran_out
+from launch.host.files import end_workers_that_cannot_send
+from launch.host.signals import StopRequest
+from launch.host.world import World
 from launch.output.checkpoints import inspect
 from launch.output.other_world import AnyWorld, read_by
 from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
-from launch.training.batches import (
-    GroupedByLength,
-    Places,
-    example_numbers,
-    examples_in_last_round,
-    set_epoch,
-    tokens_of,
+from launch.training.batches import Places, examples_in_last_round, set_epoch, tokens_of
+from launch.training.callbacks import (
+    Progress,
+    StepTiming,
+    StopOnNotANumber,
+    StoppedInEvaluation,
+    StopWhenRequested,
 )
-from launch.training.callbacks import StepTiming, StoppedInEvaluation
 from launch.training.failure import NotANumber
-from launch.training.objective import countable, filler
-from recipes.errors import Failure, mistake, one_line
-from recipes.run import Settings
-
-# Errors that a checkpoint of another model, or a damaged one, may raise while it is loaded.
-_MISFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+from launch.training.model import parameter_count
+from launch.training.objective import MeanOverExamples, Metrics, countable, filler
+from recipes.errors import mistake, one_line
+from recipes.factories import arguments_for
+from recipes.rules.training import pushed_to
+from recipes.run import Json, RunSpec, Settings
 
 
 class RecipeTrainer(CommittingTrainer):
@@ -75,28 +79,18 @@ class RecipeTrainer(CommittingTrainer):
             # renames them, remote code has its own: such a model would learn to repeat each token.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
+        self.num_parameters = parameter_count(self.model)  # before an engine divides them
         if run is not None:
             apply_ddp_settings(self, run)
-        if self.accelerator.is_fsdp2 and (policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy):
-            # accelerate 1.15 rounds all that the model returns to 16 bits, the loss among it.
-            self.accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, output_dtype=None)
-        _shard_embeddings_with_their_module(self)
+        if self.accelerator.is_fsdp2:
+            _mend_fsdp2(self.accelerator.state.fsdp_plugin, self.model)
 
     # --- Training --------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model."""
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
-        try:
-            with read_by(self.any_world):
-                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        except _MISFIT as error:
-            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error)
-            if resume_from_checkpoint is None or self.timing.steps_trained or other:
-                raise
-            what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
-            fix = "if another command wrote it, another --output_dir, or --fresh to move that run aside; if it is "
-            raise mistake("output_dir", what, f"{fix}damaged, rename it: the one before is taken") from None
+        with read_by(self.any_world):
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.timing.finish()
         return output
 
@@ -108,7 +102,6 @@ class RecipeTrainer(CommittingTrainer):
             self.any_world.prepare(checkpoint)
 
     def _run_epoch(self, *args, **kwargs):
-        self._evaluate_if_owed(kwargs["trial"], kwargs["ignore_keys_for_eval"])
         # Trainer checks these only after a step, so a run resumed at its last step would take one
         # more.
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
@@ -136,7 +129,7 @@ class RecipeTrainer(CommittingTrainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
-        """0: counting walks every parameter in each micro-batch. MFU comes from the tokens."""
+        """0: counting walks every parameter in each micro-batch."""
         return 0
 
     def require_finite_weights(self) -> None:
@@ -158,19 +151,18 @@ class RecipeTrainer(CommittingTrainer):
         places = Places(args.world_size // sharing, max(1, args.dataloader_num_workers), self.train_dataset.shards)
         if self._checkpoint is not None and not args.ignore_data_skip:
             places = places.found_in(Path(self._checkpoint), args.process_index, args.world_size)
-        self._places = places
+        self._places, args.ignore_data_skip = places, True  # it begins where it is to go on
         return places.loader(self.train_dataset, self.data_collator, args.process_index // sharing, args)
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler = super()._get_train_sampler(*args, **kwargs)
-        if not isinstance(sampler, LengthGroupedSampler):
-            return sampler
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return GroupedByLength(self.get_total_train_batch_size(self.args), sampler.lengths, seed)
-
-    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        epochs, batches = super()._init_training_state(*args, **kwargs)
-        return epochs, batches if self._places is None else 0  # a stream has nothing to skip
+        if isinstance(sampler, LengthGroupedSampler):
+            # Trainer groups what one process trains on in a step, and shuffles with random numbers
+            # that a resume in the second epoch does not have.
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler.batch_size, sampler.generator = self.get_total_train_batch_size(self.args), torch.Generator()
+            sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)
+        return sampler
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         self.timing.begin_step()
@@ -198,11 +190,11 @@ class RecipeTrainer(CommittingTrainer):
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
-        number = example_numbers(batch)
         size = self.args.train_batch_size if trains else self.args.eval_batch_size
         group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
         own = min(max(left - group * size, 0), size)
-        batch["labels"] = batch["labels"].masked_fill(number >= own, filler(batch["labels"]))
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][own:] = filler(batch["labels"])
 
     def _prepare_inputs(self, inputs):
         prepared = super()._prepare_inputs(inputs)
@@ -247,17 +239,15 @@ class RecipeTrainer(CommittingTrainer):
         self.evaluations[self.state.global_step] = metrics
         return metrics
 
-    def _evaluate_if_owed(self, trial, ignore_keys: list[str] | None) -> None:
-        """The evaluation that the run before this one could not finish, with all that follows from
-        it: the best model, early stopping, and a schedule that waits for its result.
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
+        """As Trainer's. One at the start makes up for that which the run before this one could not
+        finish, with all that follows from it: the best model, and a schedule that waits for it.
         """
-        if not self._owed:
-            return
-        self._owed = False
-        with torch.random.fork_rng():  # the training resumes with the numbers of its checkpoint
-            metrics = self._evaluate(trial, ignore_keys)
-        if self._determine_best_metric(metrics, trial):
+        owed, self._owed = self._owed, False
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)
+        if owed and self._determine_best_metric(metrics, trial):
             self.state.best_model_checkpoint = self._checkpoint
+        return metrics
 
     def final_metrics(self) -> dict[str, float]:
         """The metrics of the model as it is now, evaluated only if it was not at its step."""
@@ -287,20 +277,18 @@ class RecipeTrainer(CommittingTrainer):
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Trainer only warns, and trains on with random values in these weights.
-        weights = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = set(load_result.missing_keys)
-        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
-        # A missing weight that is tied to a loaded one has the right values.
-        lost = sorted(name for name in missing & set(weights) if id(weights[name]) not in loaded)
-        if lost:
+        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        missing, tied = set(load_result.missing_keys), set(getattr(self.model, "all_tied_weights_keys", ()))
+        if lost := sorted(missing & weights - tied):
             raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
-        load_result.missing_keys[:] = missing - set(weights)  # Trainer would warn of tied ones
+        load_result.missing_keys[:] = missing - weights  # Trainer would warn of tied ones
         super()._issue_warnings_after_load(load_result)
 
     def _load_callback_state(self) -> None:
         # An evaluation takes back its request when it ends: a checkpoint that holds one is older.
         control = self.state.stateful_callbacks.get("TrainerControl", {})
         self._owed = control.get("args", {}).get("should_evaluate", False)
+        self.args.eval_on_start |= self._owed
         if self._checkpoint and self.state.best_global_step and self.state.best_model_checkpoint is None:
             best = Path(self._checkpoint).with_name(f"checkpoint-{self.state.best_global_step}")
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
@@ -325,10 +313,6 @@ class RecipeTrainer(CommittingTrainer):
         """The step that the weights are from: the best one if it was loaded, else the last."""
         return self.state.global_step if self.loaded_step is None else self.loaded_step
 
-    def _finalize_training(self, trial, *args, **kwargs):
-        self._evaluate_if_owed(trial, None)  # if no epoch was left to run
-        return super()._finalize_training(trial, *args, **kwargs)
-
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
     """Pass DDP the settings that TrainingArguments has no field for: `gradient_as_bucket_view`
@@ -339,15 +323,88 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
         handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
 
 
-def _shard_embeddings_with_their_module(trainer: Trainer) -> None:
-    """Have accelerate 1.15 shard the input embeddings of FSDP2 where a module holds them, as in
-    BERT: it shards them on their own, and the module that is kept whole around them fails.
+def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
+    """accelerate 1.15 rounds all that the model returns to 16 bits, the loss among it; and it fails
+    if a module that it shards holds the input embeddings, as in BERT: it shards them on their own.
     """
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is None or plugin.fsdp_version != 2 or plugin.transformer_cls_names_to_wrap is not None:
+    if policy := plugin.mixed_precision_policy:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+    if plugin.transformer_cls_names_to_wrap is None:
+        embeddings = model.get_input_embeddings()
+        beside = {type(module).__name__ for module in model.modules() if embeddings not in set(module.modules())}
+        plugin.transformer_cls_names_to_wrap = sorted(beside & set(model._no_split_modules or ()))
+
+
+# --- From a run to its Trainer --------------------------------------------------------------------
+
+
+def require_hub(run: Settings) -> None:
+    """Ask the Hub before the start for the repository that Trainer will push to after hours.
+
+    Raises `UserError` with the Hub's own message.
+    """
+    if not run["push_to_hub"]:
         return
-    model = trainer.model
-    (embeddings,) = (name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    beside = (module for name, module in model.named_modules() if not f"{embeddings}.".startswith(f"{name}."))
-    classes = {type(module).__name__ for module in beside}
-    plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+    api = HfApi(token=run["hub_token"])
+    try:
+        name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id
+        api.auth_check(name, write=True)
+    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+        fix = "`hf auth login` with a token that may write there, or a --hub_model_id of your own; or leave it out"
+        raise mistake("push_to_hub", one_line(error), f"{fix}, and `hf upload` the folder afterwards") from None
+
+
+def build_arguments(run: RunSpec) -> TrainingArguments:
+    """The TrainingArguments of a run, in the process group that it has joined.
+
+    Raises `UserError` with their own message.
+    """
+    return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
+
+
+def build_trainer(
+    run: RunSpec,
+    world: World,
+    args: TrainingArguments,
+    model,
+    tokenizer,
+    data: Data,
+    out: Console,
+    identity: Json | None = None,
+    stop: StopRequest | None = None,
+) -> RecipeTrainer:
+    """The Trainer of a run, with all that it needs from outside.
+
+    `identity` is the run's, for the manifests of its checkpoints. Once `stop` is requested on any
+    rank, all save and leave.
+    """
+    end_workers_that_cannot_send()
+    if args.hub_token is not None:  # Trainer would write it into training_args.bin; the model is loaded by now
+        os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
+    kind = data.problem_type  # None for a language model
+    any_world = None
+    if run.engine.kind == "deepspeed":
+        any_world = AnyWorld(Path(run["output_dir"]), world, run.data_parallel_size, partial(print_note, out=out))
+    trainer = RecipeTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=data.collator_for(model.config._attn_implementation),
+        processing_class=tokenizer,
+        compute_metrics=Metrics(kind) if kind else None,
+        compute_loss_func=MeanOverExamples(kind, args.label_smoothing_factor) if kind else None,
+        callbacks=[StopOnNotANumber(), Progress(run, out)],
+        run=run,
+        any_world=any_world,
+        engine=run.engine.title,
+        identity=identity,
+    )
+    if run["early_stopping_patience"]:
+        trainer.add_callback(EarlyStoppingCallback(run["early_stopping_patience"]))
+    if stop is not None:
+        trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
+    return trainer

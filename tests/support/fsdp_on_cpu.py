@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from launch import train
-from launch.training import build, timing
+from launch.training import timing, trainer
 from recipes.run.hardware import Hardware
 
 
@@ -62,7 +62,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 def stop_the_last_rank(step: int) -> None:
     """The last rank gets SIGTERM at the end of a step, as from a node that is taken away."""
-    build_trainer = build.build_trainer
+    build_trainer = trainer.build_trainer
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -74,7 +74,7 @@ def stop_the_last_rank(step: int) -> None:
         trainer.callback_handler.callbacks.insert(0, Stop())
         return trainer
 
-    build.build_trainer = stopping
+    trainer.build_trainer = stopping
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import importlib
 from recipes.quiet import quiet_libraries
 
 quiet_libraries(verbose=False)  # train.py's first step, which these imports read
-LAUNCH = ("launch.output.resume", "launch.training.build", "launch.training.model")
+LAUNCH = ("launch.output.resume", "launch.training.trainer", "launch.training.model")
 for name in ("deepspeed", "torch.distributed", *LAUNCH):
     importlib.import_module(name)
 

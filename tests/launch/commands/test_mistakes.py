@@ -15,7 +15,6 @@ MISTAKES = {
     "show fast --num_processes 3": "15 or 18",
     "show outputs/none": "is no folder of a run: it has no run.json",
     "show nothing": "there is no recipe",
-    "where fsat": "train.py, fast.yaml",
     "check --gpu T4 --bf16": "only emulated on compute capability 7.5",
     "check --gpu A100": "A100 40GB or A100 80GB",
     "check --gpu H1000": "H100 SXM",

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from launch.training.build import require_hub
+from launch.training.trainer import require_hub
 from recipes.errors import UserError
 from tests.support.models import run_with
 from tests.support.running import train_here

@@ -81,11 +81,20 @@ def test_four_processes_then_two_then_one_then_three(recipe, more, train):
     assert said in " ".join(outcome.output.split())
 
 
-@pytest.mark.parametrize("worlds", [(2, 2), (2, 4)])
-def test_stopped_before_the_last_batch_of_an_epoch(worlds, train):
-    """It is not full, and accelerate fills it with examples that count no second time."""
-    whole, there = train("standard", worlds=(2,))
-    outcome, here = train("standard", worlds=worlds, stops=(4,))
+@pytest.mark.parametrize("worlds", [(2, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("stop", "recipe", "more"),
+    [
+        (4, "standard", []),  # before the last batch of an epoch, which accelerate fills with others' examples
+        (7, "standard", ["--train_sampling_strategy", "group_by_length"]),
+        (7, "standard", ["--train_sampling_strategy", "batch_rebalance"]),
+        (3, "fast", ["--packing"]),
+    ],
+    ids=["last batch", "by length", "rebalanced", "packed"],
+)
+def test_the_order_of_the_data_goes_on(stop, recipe, more, worlds, train):
+    whole, there = train(recipe, *more, worlds=(2,))
+    outcome, here = train(recipe, *more, worlds=worlds, stops=(stop,))
     assert examples(here) == examples(there)
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
@@ -106,15 +115,6 @@ def test_more_groups_that_divide_the_model_among_them(train, tmp_path):
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
 
-@pytest.mark.parametrize("order", ["group_by_length", "batch_rebalance"])
-@pytest.mark.parametrize("worlds", [(2, 2), (2, 3)])
-def test_the_order_of_the_data_goes_on_in_the_second_epoch(order, worlds, train):
-    whole, there = train("standard", "--train_sampling_strategy", order, worlds=(2,))
-    outcome, here = train("standard", "--train_sampling_strategy", order, worlds=worlds, stops=(7,))
-    assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
-    assert examples(here) == examples(there)
-
-
 @pytest.mark.parametrize("packing", [["--max_length", "64"], ["--packing", "--max_length", "32"]], ids=str)
 def test_a_mixture_goes_on_with_the_next_example(packing, tiny_model, tmp_path):
     """Of three parts the two smaller are repeated."""
@@ -133,13 +133,6 @@ def test_a_mixture_goes_on_with_the_next_example(packing, tiny_model, tmp_path):
         assert outcome.record["status"] == "finished", outcome.output
     assert "large.jsonl: 60 examples, 40.0% of all" in " ".join(outcome.output.split())
     assert examples(tmp_path / "parts") == examples(tmp_path / "whole")
-
-
-def test_packed_rows_go_on_in_the_second_epoch(train):
-    whole, there = train("fast", "--packing", worlds=(2,))
-    outcome, here = train("fast", "--packing", worlds=(2, 1), stops=(3,))
-    assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
-    assert examples(here) == examples(there)
 
 
 def test_the_best_model_may_be_of_another_world(train):

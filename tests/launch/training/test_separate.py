@@ -1,7 +1,5 @@
 """Which models keep the examples of a row apart, and what becomes of a run whose model does not."""
 
-import contextlib
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM as CausalLM
@@ -19,8 +17,6 @@ from transformers import (
     OPTConfig,
     RecurrentGemmaConfig,
 )
-from transformers.integrations import HfDeepSpeedConfig
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from launch.training import separate
 from launch.training.separate import with_separate_examples
@@ -50,21 +46,9 @@ def kind(config) -> str:
     return f"{config.model_type}-{config.get_text_config().hidden_size}"
 
 
-@contextlib.contextmanager
-def zero_3():
-    """transformers takes ZeRO-3 to be on."""
-    enabled = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
-    yield enabled
-    unset_hf_deepspeed_config()
-
-
-def accepts(model, **settings) -> bool:
-    try:
-        with_separate_examples(run_with("somebody/model", **settings), model.config, model)
-    except UserError as error:
-        assert "see each other" in error.problems[0].what
-        return False
-    return True
+def packs(config, **settings) -> bool:
+    run, _ = with_separate_examples(run_with("somebody/model", **settings), config)
+    return run["packing"]
 
 
 # --- Which ---------------------------------------------------------------------------------------
@@ -89,30 +73,17 @@ def test_packing_that_was_asked_for_is_refused_if_the_model_mixes_examples(tmp_p
     assert problem(run_with(mixes, **settings)).subject == "packing"
 
 
-def test_what_mixes_is_known_under_zero_3():
-    attention, states = CausalLM.from_config(APART[1]), CausalLM.from_config(JAMBA)
-    with zero_3():
-        assert accepts(attention, packing=True) and not accepts(states, packing=True)
-
-
 def test_flash_attention_keeps_apart_what_attention_mixes_and_not_what_a_state_does():
-    flash = dict(attn_implementation="flash_attention_2", packing=True)
-    opt, states = CausalLM.from_config(OPT), CausalLM.from_config(JAMBA)
-    assert accepts(opt, **flash) and not accepts(opt, packing=True)
-    assert not accepts(states, **flash)
+    assert packs(OPT, attn_implementation="flash_attention_2", recipe="fast") and not packs(OPT, recipe="fast")
+    assert not packs(JAMBA, attn_implementation="flash_attention_2", recipe="fast")
 
 
-def test_without_a_twin_the_model_itself_is_tried_or_nothing_is_packed(monkeypatch):
+def test_a_model_that_cannot_be_tried_packs_nothing(monkeypatch):
     monkeypatch.setattr(separate, "_MOST_WEIGHTS", 0)
     run, (advice,) = with_separate_examples(run_with("somebody/model", recipe="fast"), APART[1])
     assert not run["packing"] and "cannot be tried" in advice.what
-    model = CausalLM.from_config(APART[1]).train()
-    model.config.use_cache = False  # as load_model leaves it
-    assert accepts(model, packing=True) and model.training
-    assert all(weight.grad is None for weight in model.parameters())
-    assert not accepts(CausalLM.from_config(LFM2), packing=True)
-    with zero_3():
-        assert not accepts(model, packing=True)
+    with pytest.raises(UserError, match="cannot be tried"):
+        packs(APART[1], packing=True)
 
 
 # --- As users meet it ----------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""MFU, and the size of a checkpoint, against numbers worked out by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from launch.training.model import parameter_count, saved_bytes
+from launch.training.timing import utilisation
+from recipes.run import here, resolve
+from recipes.run.hardware import Gpu, Hardware
+
+H100 = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30),), cores=16)
+SHAPE = dict(vocab_size=10, hidden_size=4, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1)
+# Attention, MLP and norms of two layers, the last norm, and the head.
+COMPUTED = 2 * (4 * 4 * 4 + 3 * 4 * 8 + 2 * 4) + 4 + 40
+PACKED = {"packing": True, "max_length": 16}
+
+
+def run_on(hardware, **settings):
+    return resolve(place=here(2, hardware=hardware, environment={}), settings=settings)
+
+
+def mfu(tied=True, **settings):
+    """MFU at the speed that is the peak of two H100s, of a model of COMPUTED parameters."""
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+    trainer = SimpleNamespace(model=model, num_parameters=parameter_count(model), train_dataset=[])
+    per_token = 6 * COMPUTED + 6 * 2 * 4 * 16
+    return utilisation(run_on(H100, **settings), trainer, 2 * 989e12 / per_token)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_mfu_is_the_share_of_the_peak_of_all_gpus_and_an_untied_input_embedding_costs_nothing(tied):
+    assert mfu(tied, **PACKED) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{"packing": False}, {**PACKED, "use_peft": True}])
+def test_mfu_is_not_claimed_where_the_formula_does_not_hold(settings):
+    assert mfu(**settings) is None
+
+
+@pytest.mark.parametrize(("optim", "bytes_each"), [("adamw_torch", 8), ("sgd", 0), ("lion_32bit", 4)])
+def test_a_checkpoint_holds_what_is_trained_and_what_its_optimizer_keeps(optim, bytes_each):
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    assert saved_bytes(model, run_on(Hardware(), optim=optim)) == (4 + 4 + bytes_each) * COMPUTED

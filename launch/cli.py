@@ -36,6 +36,8 @@ class Command(NamedTuple):
 _USAGE = "recipes [-h] [--version] COMMAND ..."
 _CATALOGUE, _COMPARE = ("launch.commands.catalogue",), ("launch.commands.compare",)
 _TRAIN, _USE = ("launch.commands.train",), ("launch.commands.use",)
+# Names that TRL, axolotl and others have for the same.
+_SYNONYMS = dict.fromkeys(("sft", "run", "finetune", "fine-tune", "launch"), "train") | {"chat": "generate"}
 
 GROUPS = {
     "choose": {
@@ -138,7 +140,7 @@ def _help() -> str:
 
 
 def _no_command(name: str) -> UserError:
-    similar = get_close_matches(name, COMMANDS, n=1, cutoff=0.8)
+    similar = [_SYNONYMS[name]] if name in _SYNONYMS else get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
     fix = f"recipes {similar[0]}" if similar else "one of " + ", ".join(COMMANDS)
     return mistake(name or "recipes", "is not a command" if name else "needs a command", fix)
 

@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/rules": 2340,
     "recipes/planner": 2860,
     "recipes/scaling": 1250,
-    "launch": 510,
+    "launch": 520,
     "launch/commands": 1270,
     "launch/data": 1910,
     "launch/doctor": 1290,

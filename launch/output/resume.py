@@ -86,6 +86,8 @@ def _locked(run: RunSpec, kind: int) -> int:
 def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
     """Archive an older run if --fresh says so, and remove the converted copies of checkpoints that
     a killed run has left. Call it last before training, once nothing else is wrong.
+
+    Raises `UserError` if the disk has no room for `needed_bytes`: a checkpoint and the model.
     """
     free = shutil.disk_usage(run["output_dir"]).free
     if free <= needed_bytes:

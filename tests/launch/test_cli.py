@@ -29,7 +29,7 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "fix"), [(["chekc"], "Fix: recipes check."), (["sft"], "one of list, show"), ([], "one of list, show")]
+    ("words", "fix"), [(["chekc"], "Fix: recipes check."), (["sft"], "Fix: recipes train."), ([], "one of list, show")]
 )
 def test_an_unknown_command_gets_the_nearest_name(words, fix, capsys):
     assert main(words) == 2

@@ -46,7 +46,7 @@ BUDGETS = {
     "recipes/planner": 2860,
     "recipes/scaling": 1250,
     "launch": 520,
-    "launch/commands": 1270,
+    "launch/commands": 1280,
     "launch/data": 1910,
     "launch/doctor": 1290,
     "launch/explain": 410,

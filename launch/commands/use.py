@@ -209,8 +209,14 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print_note(f"logits of {compared}, more than {limit:g} in {dtype}: nothing was written", out)
         return 1
     merged.config.use_cache = merged.config.get_text_config().use_cache = True  # which a training turns off
-    for part in (merged, tokenizer):  # the model with its generation config
-        part.save_pretrained(output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as beside:
+            for part in (merged, tokenizer):  # the model with its generation config
+                part.save_pretrained(Path(beside, "whole"))
+            Path(beside, "whole").rename(output)
+    except OSError as error:
+        raise mistake("output", f"{output} cannot be written: {error.strerror}", "--output elsewhere") from None
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
     lines = [f"merged   {folder} into {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
     out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)

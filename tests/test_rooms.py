@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1250,
     "launch": 510,
     "launch/commands": 1340,
-    "launch/data": 1920,
+    "launch/data": 1900,
     "launch/doctor": 1290,
     "launch/explain": 420,
     "launch/fit": 260,

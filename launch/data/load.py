@@ -23,7 +23,6 @@ from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
 
 Rows = Cut | Packs | Joined
-_MOST_CHARACTERS = 400  # of an example that a run shows
 
 
 @dataclass
@@ -46,11 +45,6 @@ class Data:
         """The collator for the model's attention: Flash is told where examples begin."""
         is_flash = isinstance(self.collator, Stack) and "flash" in (attention or "")
         return Stack(flash=True) if is_flash else self.collator
-
-    @property
-    def examples(self) -> int:
-        """How many there are to train on; 0 if unknown."""
-        return 0 if isinstance(self.train, Stream) else len(self.train or ())
 
 
 def require_same(data: Data, world: World) -> None:
@@ -155,5 +149,5 @@ def shortened(text: str) -> str:
     """An example on one line, of a long one the beginning and the end: what is learned often stands
     at the end.
     """
-    text, half = text.replace("\n", "⏎"), _MOST_CHARACTERS // 2
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    text = text.replace("\n", "⏎")
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

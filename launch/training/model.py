@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import replace
 
 import torch
@@ -71,7 +71,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     model.config.use_cache = _text_config(model.config).use_cache = False
     if not waits:
         with_separate_examples(run, model.config, model)
-        require_batches_for_batch_norm(run, model, data.examples)
+        require_batches_for_batch_norm(run, model, len(data.train) if isinstance(data.train, Sized) else 0)
     return with_adapters(run, model) if run["use_peft"] else model
 
 

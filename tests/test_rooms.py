@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1250,
     "launch": 520,
     "launch/commands": 1280,
-    "launch/data": 1910,
+    "launch/data": 1900,
     "launch/doctor": 1290,
     "launch/explain": 410,
     "launch/fit": 260,

@@ -24,10 +24,7 @@ from launch.data.tokens import NOTHING, arrays_of, lengths_of
 from recipes.errors import UserError, mistake
 from recipes.run import Settings
 
-MULTIPLE = 8  # tensor cores want lengths divisible by 8
-
 Example = dict[str, Any]  # input_ids, and labels: one for each token, or one class
-Row = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -97,7 +94,7 @@ class Packs(_Made):
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         numbers = self.order[self.starts[number] : self.starts[number + 1]]
         table = self._tables[numbers]
         rows = [(ids[: self.length], labels[: self.length]) for ids, labels in arrays_of(table)]
@@ -122,13 +119,12 @@ class Joined(_Made):
 
     def __str__(self) -> str:
         rest = int(self.ends[-1]) - len(self) * self.length
-        more = f", {rest:,} tokens left over" if rest else ""
-        return f"{len(self):,} sequences of {self.length:,} tokens{more}"
+        return f"{len(self):,} sequences of {self.length:,} tokens" + (f", {rest:,} tokens left over" if rest else "")
 
     def __len__(self) -> int:
         return int(self.ends[-1]) // self.length if len(self.ends) else 0
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         start = number * self.length
         first, last = np.searchsorted(self.ends, [start, start + self.length - 1], side="right")
         table = self._tables[range(first, last + 1)]
@@ -197,7 +193,7 @@ def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
     return order[by_row], np.searchsorted(np.array(row_of, np.int64)[by_row], np.arange(count + 1))
 
 
-def _row(**columns: np.ndarray) -> Row:
+def _row(**columns: np.ndarray) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(column.astype(np.int64)) for name, column in columns.items()}
 
 
@@ -236,7 +232,7 @@ class Pad:
 
     def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)
-        width = min(-(-length // MULTIPLE) * MULTIPLE, self.longest)
+        width = min(-(-length // 8) * 8, self.longest)  # tensor cores want lengths divisible by 8
         batch = {
             "input_ids": _padded([row["input_ids"] for row in rows], width, self.pad_token_id),
             "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], width, 0),

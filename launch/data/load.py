@@ -23,7 +23,6 @@ from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
 
 Rows = Cut | Packs | Joined
-_MOST_CHARACTERS = 400  # of an example that a run shows
 
 
 @dataclass
@@ -150,5 +149,5 @@ def shortened(text: str) -> str:
     """An example on one line, of a long one the beginning and the end: what is learned often stands
     at the end.
     """
-    text, half = text.replace("\n", "⏎"), _MOST_CHARACTERS // 2
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    text = text.replace("\n", "⏎")
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

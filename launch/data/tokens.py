@@ -49,7 +49,6 @@ UNIT_BYTES = 50_000_000
 ROWS_AT_ONCE = 256
 PIECE_BYTES = 2_000_000  # a tokenizer takes a hundred times the memory of what it is given at once
 
-_FORMAT = 4  # of the files: another one does not read these
 _SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # what encoding reads
 _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_length")
 _HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # in a tokenizer's configuration
@@ -234,7 +233,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
     packages = [package.__version__ for package in (datasets, tokenizers, transformers)]
     read = _OF_CLASSIFIERS if run["task"] == "sequence_classification" else _SETTINGS
     settings = [part.name, part.config or run["dataset_config"], dict(part.columns), *(run[name] for name in read)]
-    made_of = json.dumps([_FORMAT, __version__, packages, settings, files, _contents(tokenizer)])
+    made_of = json.dumps([__version__, packages, settings, files, _contents(tokenizer)])
     name = re.sub(r"[^\w.-]", "_", Path(part.name).name)[:40]
     stem = f"{name}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
     root = cache_folder()
@@ -296,8 +295,6 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
     index = {"made": {}, **(read_json(folder / _INDEX)[0] or {}), "names": list(splits), "commit": commit}
     for split, wanted in needed.items():
         made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})
-        if _is_enough(made, wanted):
-            continue
         encode = Encoder(sources.source_of(run, part, splits[split]), run, tokenizer)
         encoded = in_order(encode, made["place"], made["rows"], run["dataset_num_proc"] or run.hardware.cores)
         # Tokens are counted on a terminal at once, and every ten seconds elsewhere.

@@ -166,17 +166,13 @@ def test_the_same_contents_elsewhere_are_the_same_run(stopped, found, tiny_model
     assert found(stopped, model=model, data=data).step == 6
 
 
-def test_a_run_killed_between_its_last_step_and_its_end_takes_no_step_more(stopped, tiny_model, texts):
-    again = train_here(tiny_model, texts, stopped, *SIX_STEPS)
-    assert (again.code, again.record["global_step"], again.record["status"]) == (0, 6, "finished")
-
-
-def test_a_run_that_was_killed_after_its_last_evaluation_reports_it(tiny_model, texts, tmp_path):
+def test_a_run_killed_after_its_last_evaluation_reports_it_and_takes_no_step_more(tiny_model, texts, tmp_path):
     flags = [*SPLIT, *"--max_steps 2 --save_steps 2 --eval_strategy steps --eval_steps 2".split()]
     once = train_here(tiny_model, texts, tmp_path, *flags)
     rewrite(tmp_path, status="running")
     again = train_here(tiny_model, texts, tmp_path, *flags)
     assert again.record["eval_loss"] == pytest.approx(once.record["eval_loss"])
+    assert (again.code, again.record["global_step"], again.record["status"]) == (0, 2, "finished")
 
 
 def test_more_steps_go_on_with_callbacks_of_this_start(tiny_model, texts, tmp_path):

@@ -23,7 +23,7 @@ LABELS = {
 SHOWN = {
     "single_label_classification": "3 classes",
     "multi_label_classification": "multi-label: 2 labels",
-    "regression": "regression: numbers from -100 to 900.5",
+    "regression": ", regression",
 }
 BEST = {"single_label_classification": "f1_macro", "multi_label_classification": "f1_micro", "regression": "mse"}
 OUTPUTS = {

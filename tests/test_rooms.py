@@ -44,7 +44,7 @@ BUDGETS = {
     "recipes/run": 1910,
     "recipes/rules": 2340,
     "recipes/planner": 2860,
-    "recipes/scaling": 1250,
+    "recipes/scaling": 1170,
     "launch": 520,
     "launch/commands": 1280,
     "launch/data": 1900,
@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1110,
     "launch/jobs": 1350,
     "launch/output": 1450,
-    "launch/scaling": 960,
+    "launch/scaling": 900,
     "launch/training": 2140,
 }
 

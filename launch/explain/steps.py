@@ -21,7 +21,7 @@ from launch.host import processes
 from launch.host.world import leave_group
 from recipes.planner.trace import LiveBytes
 from recipes.run import Json
-from recipes.scaling.noise import of_median
+from recipes.scaling.timings import of_median
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_NORM = 1.0

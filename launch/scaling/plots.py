@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,17 +34,12 @@ _COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PART_COLOURS = dict(zip(PARTS, (YELLOW, SKY, BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY), strict=True))
 _IDEAL: Any = {"linestyle": "--", "color": GREY, "linewidth": 1, "zorder": 1, "label": "ideal"}
-_FEW_VALUES = 6  # that stand beside each other without touching
 _WIDE = 8  # from this ratio of world sizes on, powers of two do not fit on a linear axis
 
 
 def installed() -> bool:
     """True if matplotlib, the extra `plot`, is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 class Line(NamedTuple):
@@ -121,8 +117,8 @@ def _legend(figure: Figure) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
-def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread | None], form: str) -> None:
-    """Medians with their quartiles, their values if there are few, a cross on negative scaling."""
+def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread | None]) -> None:
+    """Medians with their quartiles, and a cross on negative scaling."""
     for line in lines:
         found = [(size, spread) for size in line.sizes if (spread := of_size(size))]
         worlds = [size.num_processes for size, _ in found]
@@ -134,29 +130,21 @@ def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread 
         look: Any = {"color": line.colour, "marker": line.marker, "markersize": 5, "linewidth": 1.2}
         axes.errorbar(worlds, middle, yerr=errors, capsize=4 if any(map(any, errors)) else 0, label=line.label, **look)
         for size, spread in found:
-            at = (size.num_processes, spread.median)
-            if len(lines) == 1 and len(found) <= _FEW_VALUES:
-                words = form.format(spread.median)
-                axes.annotate(words, at, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8)
             if size.band == NEGATIVE:
+                at = (size.num_processes, spread.median)
                 axes.plot(*at, "x", color="black", markersize=11, markeredgewidth=1.5, zorder=4, label=NEGATIVE)
 
 
 def _process_axis(axes: Axes, lines: Sequence[Line], from_zero: bool = True) -> None:
     """Ticks at the measured world sizes."""
     worlds = sorted({size.num_processes for line in lines for size in line.sizes})
-    wide = worlds[-1] / worlds[0] > _WIDE
-    if wide:
+    if worlds[-1] / worlds[0] > _WIDE:
         axes.set_xscale("log", base=2)
     axes.set_xticks(worlds, [str(world) for world in worlds])
     axes.minorticks_off()
     axes.margins(0.1)
     axes.set_xlabel("processes")
-    low, high = axes.dataLim.intervaly
-    if wide and high > _WIDE * low > 0:  # from 0, a wide range of values would press the small ones flat
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    elif from_zero:
+    if from_zero:
         axes.set_ylim(bottom=0)
 
 
@@ -171,7 +159,7 @@ def _dots(axes: Axes, line: Line, of_row: Callable[[Timing], float | None]) -> N
 
 def _draw_times(figure: Figure, lines: Sequence[Line]) -> None:
     axes = figure.subplots()
-    _curves(axes, lines, lambda size: size.epoch_time, "{:.3g} s")
+    _curves(axes, lines, lambda size: size.epoch_time)
     for line in lines:
         _dots(axes, line, lambda row: row.epoch_time)
         worlds, first = [size.num_processes for size in line.sizes], line.sizes[0]
@@ -184,8 +172,8 @@ def _draw_times(figure: Figure, lines: Sequence[Line]) -> None:
 
 def _draw_speedup(figure: Figure, lines: Sequence[Line]) -> None:
     speedups, efficiencies = figure.subplots(1, 2)
-    _curves(speedups, lines, lambda size: size.speedup, "{:.2f}")
-    _curves(efficiencies, lines, lambda size: size.efficiency, "{:.0%}")
+    _curves(speedups, lines, lambda size: size.speedup)
+    _curves(efficiencies, lines, lambda size: size.efficiency)
     for line in lines:
         worlds = [size.num_processes for size in line.sizes]
         speedups.plot(worlds, [world / worlds[0] for world in worlds], **_IDEAL)
@@ -210,25 +198,13 @@ def _bands(axes: Axes) -> None:
         place: Any = {"transform": axes.get_yaxis_transform(), "rotation": 270, "va": "center", "fontsize": 9}
         axes.text(1.02, (low + high) / 2, name, **place)
     axes.axhline(1, **_IDEAL)
-    axes.set(ylim=(0, top), yscale="linear")
+    axes.set_ylim(0, top)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-
-
-def _draw_throughput(figure: Figure, lines: Sequence[Line]) -> None:
-    axes = figure.subplots()
-    _curves(axes, lines, lambda size: size.samples_per_second, "{:.4g}")
-    for line in lines:
-        first = line.sizes[0]
-        rate = first.samples_per_second.median / first.num_processes if first.samples_per_second else 0.0
-        worlds = [size.num_processes for size in line.sizes]
-        axes.plot(worlds, [rate * world for world in worlds], **_IDEAL)
-    axes.set_ylabel("samples/s of all processes")
-    _process_axis(axes, lines)
 
 
 def _draw_accuracy(figure: Figure, lines: Sequence[Line]) -> None:
     axes = figure.subplots()
-    _curves(axes, lines, lambda size: None if size.accuracy is None else Spread(*[size.accuracy] * 3), "{:.4g}")
+    _curves(axes, lines, lambda size: None if size.accuracy is None else Spread(*[size.accuracy] * 3))
     for line in lines:
         _dots(axes, line, lambda row: row.accuracy)
     axes.set_ylabel("accuracy: each row (dots) and the best")
@@ -264,27 +240,20 @@ class _Kind(NamedTuple):
     draw: Callable[[Figure, Sequence[Line]], None]
 
 
-_MEDIANS = "Medians with quartiles. "
-_CROSS = " A cross is slower than a smaller world."
-_AS_IN_THE_SMALLEST = "Dashed: every process as fast as in the smallest world." + _CROSS
+_CROSS = "A cross is slower than a smaller world."
 _KINDS = {
     "epoch_time_detailed": _Kind(
         "measured time",
-        f"Dots: rows of timings; markers: the median at each world size, with quartiles. {_AS_IN_THE_SMALLEST}",
+        f"Dots: rows of timings; markers: the median at each world size, with quartiles. "
+        f"Dashed: every process as fast as in the smallest world. {_CROSS}",
         lambda series: True,
         _draw_times,
     ),
     "speedup_efficiency": _Kind(
         "speedup and efficiency",
-        f"{_MEDIANS}Relative to the smallest world of each series. Dashed: ideal. Shades: bands.{_CROSS}",
+        f"Medians with quartiles, relative to each series' smallest world. Dashed: ideal. Shades: bands. {_CROSS}",
         lambda series: len(series.sizes) > 1,
         _draw_speedup,
-    ),
-    "throughput": _Kind(
-        "throughput",
-        _MEDIANS + _AS_IN_THE_SMALLEST,
-        lambda series: series.sizes[0].samples_per_second,
-        _draw_throughput,
     ),
     "accuracy": _Kind(
         "accuracy",

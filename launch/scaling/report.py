@@ -96,15 +96,13 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """The beginning of each training's file names: letters, digits, `-`, `.` and `_`.
-
-    Those that would differ only in case get a number.
+    """The beginning of each training's file names: letters, digits, `-`, `.` and `_`, and a number
+    where they would differ only in case.
     """
     plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
     folded = [stem.casefold() for stem in plain]
-    before = [folded[:place].count(stem) for place, stem in enumerate(folded)]
-    stems = [f"{stem}-{count + 1}" if count else stem for stem, count in zip(plain, before, strict=True)]
-    return dict(zip(names, stems, strict=True))
+    several = [folded.count(stem) > 1 for stem in folded]
+    return {names[at]: f"{stem}-{at + 1}" if several[at] else stem for at, stem in enumerate(plain)}
 
 
 @dataclass(frozen=True)
@@ -212,8 +210,7 @@ def tables(found: Findings) -> dict[str, DataFrame]:
 def results(series: Series) -> DataFrame:
     """A row for each world size; empty columns are left out."""
     sizes = series.sizes
-    stretches = {size.typical.timed or "epoch" for size in sizes}  # what epoch_time covers
-    timed = stretches.pop() if len(stretches) == 1 else "stretch"
+    timed = sizes[0].typical.timed or "epoch"  # what epoch_time covers
     rates = [size.samples_per_second.median if size.samples_per_second else None for size in sizes]
     columns = {
         "repeats": [str(size.repeats) for size in sizes],
@@ -300,10 +297,8 @@ def summary_csv(found: Findings) -> str:
     from pandas import DataFrame
 
     rows = [_flat(series, size) for series in found.series for size in series.sizes]
-    filled = (
-        DataFrame(rows, dtype=object).replace("", None).dropna(axis="columns", how="all")
-    )  # object: counts stay whole
-    return filled.to_csv(index=False, lineterminator="\n")
+    cells = DataFrame(rows, dtype=object)  # object: counts stay whole
+    return cells.replace("", None).dropna(axis="columns", how="all").to_csv(index=False, lineterminator="\n")
 
 
 def _flat(series: Series, size: Size) -> dict[str, object]:
@@ -324,10 +319,7 @@ def _flat(series: Series, size: Size) -> dict[str, object]:
 
 def summary_tex(found: Findings) -> str:
     r"""A table for a paper for each series. It needs no package, so its rules are \hline."""
-    lines = [
-        f"% Written by: {' '.join(found.command.split())}",
-        r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}, \ref{tab:scaling-2}, ...",
-    ]
+    lines = [r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}, \ref{tab:scaling-2}, ..."]
     for number, series in enumerate(found.series, 1):
         cells = results(series).drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")
         style = cells.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")

@@ -12,7 +12,6 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -26,10 +25,9 @@ from launch.host import processes
 from launch.host.secrets import without_secrets
 from launch.jobs.job import Job, checked_job
 from launch.jobs.local import Local
-from launch.output import record
 from launch.terminal import plural
 from recipes.errors import mistake
-from recipes.run import Settings, nearest, with_flags
+from recipes.run import Settings, with_flags
 from recipes.run.hardware import read as read_hardware
 from recipes.run.hardware import usable_cores
 from recipes.scaling.advice import BEFORE, Advice, advise, applied
@@ -60,6 +58,14 @@ class Point:
         return f"{self.applied or self.recipe}, {world}, global batch {self.global_batch}"
 
 
+_FLAGS = f"""
+--repeats N      [3]
+--steps N        measured steps per run, after {WARM_UP_STEPS} that are not [20]
+--name NAME      name of the training in the report [the model's]
+--output FOLDER  folder of timings.jsonl and logs [outputs/scale]
+"""
+
+
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "run",
@@ -74,19 +80,15 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--recipe", nargs="+", help="[standard]")
     kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
-    parser.add_argument("--repeats", type=count, default=3, help="[3]")
-    parser.add_argument(
-        "--steps", type=count, default=20, help=f"measured steps per run, after {WARM_UP_STEPS} that are not [20]"
-    )
-    parser.add_argument("--name", help="name of the training in the report [the model's]")
-    parser.add_argument("--output", default="outputs/scale", help="folder of timings.jsonl, logs and records")
+    parser.takes(scale_run, _FLAGS, repeats=3, steps=20, output="outputs/scale")
     applying = "try the first advice of the report, or the one with this KEY, beside the present settings"
     parser.add_argument("--apply", nargs="?", const="", metavar="KEY", help=applying)
-    parser.set_defaults(run=scale_run)
 
 
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    _refuse_what_is_set_here(argv)
+    for flag in (word.partition("=")[0] for word in argv):
+        if flag.removeprefix("--").replace("-", "_") in _SET_HERE:
+            raise mistake(flag, "is set by scale run", "--output FOLDER and --steps N")
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
@@ -104,15 +106,13 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     for point in found:  # all are checked before one starts
         _job(point, argv, options.steps, folder)
     require_room(file)
-    for kept in ("logs", "runs"):
-        (folder / kept).mkdir(exist_ok=True)
+    (folder / "logs").mkdir(exist_ok=True)
     print(f"{len(found)} x {options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         failed = _measure_in_turns(found, argv, name, folder, steps=options.steps, repeats=options.repeats)
     except KeyboardInterrupt:
-        measured = f"what was measured is in {file}" if file.stat().st_size else "nothing was measured yet"
-        print(f"\ninterrupted; {measured}", file=sys.stderr)
+        print(f"\ninterrupted; what was measured is in {file}", file=sys.stderr)
         return 130
     if not file.stat().st_size:
         print("\nnothing was measured: every run failed", file=sys.stderr)
@@ -122,13 +122,6 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             print(f"\n{tried.title}: {tried.words}")
     print(f"\nrecipes scale report {shlex.quote(str(file))} --output {shlex.quote(str(folder / 'report'))}")
     return 1 if failed else 0
-
-
-def _refuse_what_is_set_here(argv: Sequence[str]) -> None:
-    for word in argv:
-        flag = word.partition("=")[0]
-        if flag.removeprefix("--").replace("-", "_") in _SET_HERE:
-            raise mistake(flag, "is set by scale run", "--output FOLDER and --steps N")
 
 
 def points(
@@ -190,12 +183,10 @@ def _measure_in_turns(
 
     Returns those that failed, once each.
     """
-    done, largest = 0, max(point.num_processes for point in points)
+    largest = max(point.num_processes for point in points)
     failed: list[Point] = []
     for repeat in range(repeats):
         for point in points if repeat % 2 == 0 else reversed(points):
-            done += 1
-            at = f"{done}/{len(points) * repeats}  {point.title}: "
             if point in failed:
                 continue
             with _on_cores(point.num_processes, largest):
@@ -206,22 +197,18 @@ def _measure_in_turns(
             row = replace(row, name=name, command=shlex.join(argv), applied=point.applied, predicted=point.predicted)
             append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
             speed = f"{(row.samples or 0) / row.epoch_time:.3g} samples/s"
-            print(f"{at}{milliseconds(row.step_time or 0)} per step, {speed}", flush=True)
+            took = f"{milliseconds(row.step_time or 0)} per step, {speed}"
+            print(f"{repeat + 1}/{repeats}  {point.title}: {took}", flush=True)
     return failed
 
 
 def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:
-    """One run.
-
-    Its record and its log are kept, its weights are not. None if it failed, which is printed.
-    """
+    """One run, of which only the log is kept. None if it failed, which is printed."""
     log = folder / "logs" / f"{name}.log"
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         job = _job(point, argv, steps, Path(place))
         with log.open("wb") as stream:
             code = _run(without_secrets(Local().render(job)), stream)
-        if (Path(place) / record.NAME).exists():
-            shutil.copy(Path(place) / record.NAME, folder / "runs" / f"{name}.json")
         if code == 0:
             return read([Path(place) / TIMINGS])[0]
     print(f"{point.title}: failed, exit code {code}; the end of {log}:", file=sys.stderr)
@@ -265,9 +252,7 @@ def _slug(point: Point) -> str:
 
 def _before_and_after(size: Size, advice: Advice) -> list[Point]:
     """Two points: the training as it was measured, and with the advice."""
-    row, batch = size.typical, size.typical.global_batch
-    if not batch:
-        raise mistake("apply", "the timings have no column global_batch", "timings of recipes scale run")
+    row, batch = size.typical, size.typical.global_batch or 0
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
     after = replace(before, num_processes=advice.num_processes, changed=advice.flags, applied=advice.title)
     after = replace(after, predicted=advice.gain, global_batch=advice.flags.get("global_batch_size", batch))
@@ -301,12 +286,5 @@ def _find(key: str, advice: list[Advice], size: Size) -> Advice:
     found = next((one for one in ready if key in ("", one.key)), None)
     if found:
         return found
-    if not ready:
-        words = "; ".join(one.title for one in advice) or "no loss is large enough"
-        raise mistake("apply", f"no change of flags is advised at {size.num_processes} processes: {words}", "leave it")
-    keys = [one.key for one in ready]
-    raise mistake(
-        "apply",
-        f"{key!r} is not among the advice that --apply can try here",
-        nearest(key, keys) or f"one of {', '.join(keys)}",
-    )
+    world, keys = plural(size.num_processes, "process"), [one.key for one in ready]
+    raise mistake("apply", f"no such change of flags is advised for {world}", f"one of {', '.join(keys) or 'none'}")

@@ -22,8 +22,7 @@ from launch.training.failure import NotANumber
 from recipes.rules.training import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
-from recipes.scaling.noise import of_median
-from recipes.scaling.timings import WARM_UP_STEPS
+from recipes.scaling.timings import WARM_UP_STEPS, of_median
 
 if TYPE_CHECKING:
     from rich.console import Console

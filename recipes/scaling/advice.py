@@ -15,16 +15,13 @@ from statistics import median
 from recipes.run import Settings, with_flags
 from recipes.scaling.analyse import Series, Size, Spread, spread
 from recipes.scaling.causes import WORTH_NAMING, Cause, megabytes, milliseconds, wire_time
-from recipes.scaling.noise import of_median, together
-from recipes.scaling.timings import Timing
+from recipes.scaling.timings import Timing, of_median, together
 
 # Accumulation is advised until communication is at most this share of a step.
 _SMALL_COMMUNICATION = 0.10
 _MOST_ACCUMULATION = 64
 _LOG_LESS, _SAVE_LESS = 10, 5  # times less often
 _AS_FAST = 1.02  # a smaller gain cannot be told from the noise of repeats
-_HARDLY = 0.02  # share of a step: workers that let it wait longer hardly keep up
-TOO_NOISY = "too noisy to judge"
 _CLOSE = 0.05  # a prediction is held to be right within this share
 BEFORE = "before"  # a run with the present settings, beside one that tries a change
 
@@ -73,7 +70,7 @@ def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
         why = "`recipes doctor` lists what else uses cores, memory or the GPUs' host; fewer processes per node help too"
         yield _shorter("uncontended", "give each process cores of its own", why, row, step, lost)
     elif cause.key == "straggler":
-        why = "all processes wait for the slowest: `recipes doctor` finds its device; exclude or repair its node"
+        why = "all processes wait for the slowest: exclude its node, or repair it"
         yield _shorter("straggler", "replace the slow process's device", why, row, step, lost)
     elif cause.key == "data":
         yield _faster_data(row, step, lost)
@@ -127,11 +124,11 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     """The fewest micro-batches that bring the exchange to a tenth of a step.
 
     The global batch grows with them. Only where a step exchanges gradients once: more micro-batches
-    would bring more exchanges. And not where workers hardly keep up with the present pace.
+    would bring more exchanges.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
     each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command
-    if not batch or not accumulation or each or (row.workers and loading >= _HARDLY * step):
+    if not batch or not accumulation or each:
         return
     passes = (row.forward or 0.0) + (row.backward or 0.0)
     if row.no_sync_step_max:  # of the slowest process
@@ -208,24 +205,21 @@ class Applied:
     off: float | None = None  # the share that the repeats leave open; None for a single pair
 
     @property
-    def judged(self) -> str:
-        """The prediction in a word or two: what became of it, or why these runs cannot tell."""
-        differs = abs(self.measured.median / self.predicted - 1)
-        if differs <= _CLOSE:
-            return f"within {_CLOSE:.0%}"
-        if self.off is None:
-            return "a single pair"
-        return TOO_NOISY if differs <= self.off else f"off by {differs:.0%}"
-
-    @property
     def words(self) -> str:
-        measured, quartiles = self.measured, ""
-        if measured.low != measured.high:
-            quartiles = f" ({measured.low:.2f} to {measured.high:.2f})"
-        text = f"predicted {self.predicted:.2f} times the throughput, measured {measured.median:.2f}{quartiles}: "
-        if self.judged != TOO_NOISY:
-            return text + self.judged
-        return f"{text}{TOO_NOISY}, the repeats leave {self.off:.0%} open. Measure on a quiet machine, or more often"
+        """The prediction beside what was measured, and whether these runs can tell."""
+        measured, differs = self.measured, abs(self.measured.median / self.predicted - 1)
+        quartiles = f" ({measured.low:.2f} to {measured.high:.2f})" if measured.low != measured.high else ""
+        if differs <= _CLOSE:
+            judged = f"within {_CLOSE:.0%}"
+        elif self.off is None:
+            judged = "a single pair"
+        elif differs <= self.off:
+            judged = f"too noisy to judge, the repeats leave {self.off:.0%} open. "
+            judged += "Measure on a quiet machine, or more often"
+        else:
+            judged = f"off by {differs:.0%}"
+        text = f"predicted {self.predicted:.2f} times the throughput, measured {measured.median:.2f}"
+        return f"{text}{quartiles}: {judged}"
 
 
 def applied(rows: Sequence[Timing]) -> list[Applied]:

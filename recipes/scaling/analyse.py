@@ -1,23 +1,19 @@
 """The analysis of timings: the rows of one training, its speedup and efficiency at each size.
 
-A job that adds a row with `--measure` cannot know whether others have the same global batch as it,
-or the same batch per process: their rows are paired here. `scale run` knows and says so, and rows
-of other programs are what they say, or strong scaling.
+A job that adds a row with `--measure` cannot know whether others share its global batch, or its
+batch per process: that is found here. `scale run` knows and says so, and rows of other programs are
+what they say, or strong scaling.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from statistics import median, median_low, quantiles
 from typing import Any, TypeVar
 
 from recipes.scaling.causes import Losses, Training, losses_of
-from recipes.scaling.noise import of_median, together
-from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing
+from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing, of_median, together
 
 K = TypeVar("K")
 # Efficiency from which a band begins. Slower than a smaller size is negative, whatever it is.
@@ -82,12 +78,6 @@ class Series:
     def best(self) -> Size:
         return max(self.sizes, key=lambda size: size.speedup.median)
 
-    @property
-    def batches(self) -> dict[int, float]:
-        """By size, the batch that all sizes of its kind of scaling should share."""
-        known = [size for size in self.sizes if size.typical.global_batch]
-        return {size.num_processes: _batch(self.scaling, size.typical) for size in known}
-
 
 def hardware_of(series: Iterable[Series]) -> str:
     """The hardware of the rows; empty if none names any."""
@@ -116,64 +106,38 @@ def _grouped(rows: Iterable[Timing], key: Callable[[Timing], K]) -> dict[K, list
 
 # --- Rows of jobs --------------------------------------------------------------------------------
 
-SHARED = {"strong": "global batch", "weak": "batch per process"}  # by all sizes of a kind
-
-
-def _batch(kind: str, row: Timing) -> float:
-    return (row.global_batch or 0) / (row.num_processes if kind == "weak" else 1)
-
 
 def _is_of_a_job(row: Timing) -> bool:
     return not row.scaling and bool(row.engine) and row.global_batch is not None
 
 
-@cache
-def _flags(command: str) -> frozenset[str]:
-    """The training whatever the order of its flags: each flag with its values, "max_length 512"."""
-    return frozenset(filter(None, re.split(r"(?:^|\s+)--", command)))
-
-
 def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
     """The rows of each training by its name and recipe.
 
-    Jobs are often named after their size: where names never meet at one size, one stands for
-    all. Where one name has several trainings, it gets the flags in which they differ.
+    Where jobs of one name have several commands, each is a training, with its command in the name.
     """
-    jobs = [row for row in rows if _is_of_a_job(row)]
     names: dict[int, str] = {}  # by the row's id
-    for own in _grouped(jobs, lambda row: (row.recipe, _flags(row.command))).values():
-        points = {(row.name, row.num_processes, row.global_batch) for row in own}
-        by_size = len({point[1:] for point in points}) == len(points)
-        names |= {id(row): min(one.name for one in own) if by_size else row.name for row in own}
-    for alike in _grouped(jobs, lambda row: (names[id(row)], row.recipe)).values():
-        shared = frozenset.intersection(*(_flags(row.command) for row in alike))
-        for row in alike:
-            if own_flags := sorted(_flags(row.command) - shared):
-                names[id(row)] += f" ({', '.join(own_flags)})"
+    for alike in _grouped(filter(_is_of_a_job, rows), lambda row: (row.name, row.recipe)).values():
+        if len({row.command for row in alike}) > 1:
+            names |= {id(row): f"{row.name} ({row.command or 'no flags'})" for row in alike}
     return _grouped(rows, lambda row: (names.get(id(row), row.name), row.recipe))
 
 
 def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
     """The rows of one training by the name and the kind of their series.
 
-    A job's row is there once for each kind that it shows beside the others: strong where sizes
-    share the global batch, weak where they share that of a process. A row that pairs with none is
-    strong scaling by itself.
+    Jobs are weak scaling if they share the batch of a process and differ in the global one. Else
+    they are strong scaling, with a series for each global batch.
     """
     jobs = [row for row in training if _is_of_a_job(row)]
-    several: dict[str, set[float]] = {}  # by kind: the batches at which there is more than one size
-    for kind in SHARED:
-        worlds = {(_batch(kind, job), job.num_processes) for job in jobs}
-        several[kind] = {batch for batch, count in Counter(batch for batch, _ in worlds).items() if count > 1}
+    batches = {row.global_batch for row in jobs}
+    weak = len(batches) > 1 and len({(row.global_batch or 0) / row.num_processes for row in jobs}) == 1
     found: dict[tuple[str, str], list[Timing]] = {}
     for row in training:
-        kinds = {row.scaling or "strong": False}
-        if _is_of_a_job(row):
-            paired = {kind: len(several[kind]) > 1 for kind in SHARED if _batch(kind, row) in several[kind]}
-            kinds = paired or {"strong": len(jobs) > 1}
-        for kind, is_labelled in kinds.items():
-            label = f", {SHARED[kind]} {_batch(kind, row):g}" if is_labelled else ""
-            found.setdefault((name + label, kind), []).append(row)
+        of_a_job = _is_of_a_job(row)
+        kind = row.scaling or ("weak" if weak and of_a_job else "strong")
+        label = f", global batch {row.global_batch}" if of_a_job and len(batches) > 1 and not weak else ""
+        found.setdefault((name + label, kind), []).append(row)
     return found
 
 

@@ -13,8 +13,7 @@ from functools import cached_property
 from math import log, prod
 from statistics import median
 
-from recipes.scaling.noise import of_median, together
-from recipes.scaling.timings import Timing
+from recipes.scaling.timings import Timing, of_median, together
 
 # A cause is named from this share of a step on: a smaller gain is hard to tell from noise.
 WORTH_NAMING = 0.10

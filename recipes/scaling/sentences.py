@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 
 from recipes.errors import plural
-from recipes.scaling.analyse import SHARED, Series, Size
+from recipes.scaling.analyse import Series, Size
 from recipes.scaling.causes import (
     AGAINST_A_REFERENCE,
     CAUSES,
@@ -26,39 +25,20 @@ def of(series: Series) -> list[str]:
     for size in series.sizes:
         others = [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in size.losses.named[1:]]
         found += [verdict(size, series), *others]
-    return [*found, *filter(None, [_another_batch(series), law(series)])]
-
-
-def _another_batch(series: Series) -> str:
-    if len(set(series.batches.values())) < 2:
-        return ""
-    each = ", ".join(f"{batch:g} at {world}" for world, batch in series.batches.items())
-    return f"The {SHARED[series.scaling]} is not the same at all sizes ({each}): that changes the speed too."
+    return list(filter(None, [*found, law(series)]))
 
 
 def verdict(size: Size, series: Series) -> str:
     """The speed of a size, its largest loss, and what was not measured."""
+    speedup, efficiency = size.speedup.median, size.efficiency
     text = "the reference."
     if size.band:
-        text = _speed(size, [other for other in series.sizes if other.num_processes < size.num_processes])
+        sure = "one timing" if size.repeats == 1 else f"quartiles {efficiency.low:.1%} and {efficiency.high:.1%}"
+        text = f"{speedup:.2f} times as fast as {series.sizes[0].num_processes}, {efficiency.median:.1%} efficiency: "
+        text += f"{size.band} ({sure})."
     elif len(series.sizes) == 1:
         text = "the only size, so there is no speedup: a row with fewer or more processes would show it."
     return f"{plural(size.num_processes, 'process')}: {text}{_cause(size)}"
-
-
-# --- How fast ------------------------------------------------------------------------------------
-
-
-def _speed(size: Size, smaller: Sequence[Size]) -> str:
-    efficiency, base = size.efficiency, smaller[0]
-    sure = "one timing" if size.repeats == 1 else f"quartiles {efficiency.low:.1%} and {efficiency.high:.1%}"
-    text = f"{size.speedup.median:.2f} times as fast as {base.num_processes}, {efficiency.median:.1%} efficiency: "
-    text += f"{size.band} ({sure})."
-    faster = next((other for other in smaller if other.num_processes == size.slower_than), None)
-    if faster and faster is not base:
-        times = size.speedup.median / faster.speedup.median
-        text += f" It is {times:.2f} times as fast as {faster.num_processes} processes."
-    return text
 
 
 # --- Why -----------------------------------------------------------------------------------------
@@ -133,21 +113,17 @@ def law(series: Series) -> str:
 
     Empty for weak scaling, which his law does not describe.
     """
-    sizes, serial = series.sizes, series.serial_fraction
+    sizes, serial, best = series.sizes, series.serial_fraction, series.best
     first, last = sizes[0].num_processes, sizes[-1].num_processes
-    text = "No serial fraction: Amdahl's law "
     if any(size.slower_than for size in sizes):
-        best = series.best
         than = "" if best is sizes[0] else f", {best.speedup.median:.2f} times as fast as {first}"
         return f"Of the measured sizes {best.num_processes} is the best{than}."
     if series.scaling == "weak":
         return ""
-    if not series.fixed:
-        return f"{text}describes a fixed amount of work, and these sizes differ in samples."
-    if len(sizes) < 3:
-        return f"{text}needs at least three world sizes, and there are {len(sizes)}."
+    if len(sizes) < 3 or not series.fixed:
+        return "No serial fraction: Amdahl's law needs three world sizes with the same work."
     if serial is None:
-        return f"{text}does not describe these sizes: the part that more processes do not shorten changes with them."
+        return "No serial fraction: the part of the time that more processes do not shorten changes with these sizes."
     words = f"Serial fraction {serial:.1%} (Amdahl's law, {len(sizes)} world sizes)"
     if serial * _FAR * last < first:
         return f"{words}: too small for a limit to follow from sizes up to {last}."

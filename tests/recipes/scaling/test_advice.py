@@ -104,18 +104,18 @@ def test_fewer_processes_are_advised_where_more_are_slower():
 
 
 @pytest.mark.parametrize(
-    ("ratios", "judged", "says"),
+    ("ratios", "says"),
     [
-        ((1.48, 1.5, 1.52), "within 5%", "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51): within"),
-        ((1.98, 2.0, 2.02), "off by 33%", "measured 2.00"),
-        ((1.2, 1.7, 2.2), "too noisy to judge", "the repeats leave"),
-        ((2.0,), "a single pair", "a single pair"),
+        ((1.48, 1.5, 1.52), "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51): within 5%"),
+        ((1.98, 2.0, 2.02), "measured 2.00 (1.99 to 2.01): off by 33%"),
+        ((1.2, 1.7, 2.2), "too noisy to judge, the repeats leave"),
+        ((2.0,), "a single pair"),
     ],
     ids=["right", "wrong", "noisy", "single"],
 )
-def test_a_prediction_stands_beside_what_was_measured(ratios, judged, says):
+def test_a_prediction_stands_beside_what_was_measured(ratios, says):
     """Compression, predicted to gain a half, tried once for each ratio of throughputs."""
     rows = [Timing(2, 10.0, samples=100, applied=f"{BEFORE}: compression") for _ in ratios]
     rows += [Timing(2, 10.0 / ratio, samples=100, applied="compression", predicted=1.5) for ratio in ratios]
     (found,) = applied(rows)
-    assert found.judged == judged and says in found.words
+    assert says in found.words

@@ -50,7 +50,6 @@ def test_slower_than_any_smaller_size_is_negative():
     assert [size.band for size in found.sizes] == ["", "poor", "negative scaling"]
     assert [size.band for size in of_rates({1: 100, 2: 180, 4: 180}).sizes] == ["", "excellent", "poor"]
     assert "2.61 times as fast as 1, 32.6% efficiency: negative scaling (one timing)" in words
-    assert "It is 0.96 times as fast as 4 processes." in words
     assert "Of the measured sizes 4 is the best, 2.71 times as fast as 1" in sentences.law(found)
 
 
@@ -72,8 +71,8 @@ def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
 @pytest.mark.parametrize(
     ("rates", "says"),
     [
-        ({1: 100, 2: 166}, "needs at least three world sizes, and there are 2."),
-        ({1: 100, 2: 150, 4: 380, 8: 790}, "the part that more processes do not shorten changes with them."),
+        ({1: 100, 2: 166}, "needs three world sizes with the same work."),
+        ({1: 100, 2: 150, 4: 380, 8: 790}, "that more processes do not shorten changes with these sizes."),
         ({w: 100 / (0.05 + 0.95 / w) for w in (1, 2, 4, 8)}, "can be more than 20 times as fast."),
         ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small for a limit to follow from sizes up to 4."),
     ],
@@ -81,7 +80,7 @@ def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
 def test_the_law_of_the_sizes_or_why_there_is_none(rates, says):
     assert sentences.law(of_rates(rates)).endswith(says)
     (more,) = analyse([Timing(world, 100 + world, samples=1000 * world) for world in (1, 2, 4)])
-    assert more.serial_fraction is None and "differ in samples" in sentences.law(more)
+    assert more.serial_fraction is None and "with the same work" in sentences.law(more)
 
 
 # --- Why -----------------------------------------------------------------------------------------
@@ -93,7 +92,6 @@ WAITING = Timing(2, 100, step_time=1.0, data_wait=0.2, communication=0.4)
     ("changed", "first"),
     [
         ({"workers": 0}, "communication"),
-        ({"workers": None}, "communication"),
         ({"workers": 2}, "data"),  # without communication it would wait 0.6 s for them
         ({"workers": 2, "data_wait": 0.05}, "communication"),
         ({"workers": 2, "communication": 0.0, "saving": 0.4}, "saving"),
@@ -195,21 +193,18 @@ FLAGS = [f"--seed 1 --max_length {length}" for length in (64, 128)]
     [
         ([job(1, 16), job(2, 16)], ["gpt2, strong scaling"]),
         ([job(1, 8), job(2, 16), job(4, 32)], ["gpt2, weak scaling"]),
-        ([job(1, 16), job(2, 16), job(1, 8)], ["gpt2, strong scaling", "gpt2, weak scaling"]),
         ([job(2, 8), job(2, 16)], [f"gpt2, global batch {batch}, strong scaling" for batch in (8, 16)]),
-        ([job(1, 16, name="gpt2-1gpu"), job(2, 16, name="gpt2-2gpu")], ["gpt2-1gpu, strong scaling"]),
         (
             [job(world, 16, name=name) for world in (1, 2) for name in ("before", "after")],
             ["before, strong scaling", "after, strong scaling"],
         ),
         (
             [job(world, 16, flags=flags) for world in (1, 2) for flags in FLAGS],
-            [f"gpt2 (max_length {length}), strong scaling" for length in (64, 128)],
+            [f"gpt2 ({flags}), strong scaling" for flags in FLAGS],
         ),
-        ([job(1, 16, flags="--seed 1 --tf32"), job(2, 16, flags="--tf32 --seed 1")], ["gpt2, strong scaling"]),
         ([Timing(1, 100.0, global_batch=8), Timing(2, 60.0, global_batch=16)], ["training, strong scaling"]),
     ],
-    ids=["strong", "weak", "both", "apart", "named by size", "two names", "two lengths", "order of flags", "no jobs"],
+    ids=["strong", "weak", "apart", "two names", "two lengths", "no jobs"],
 )
 def test_rows_are_paired_by_their_training(rows, titles):
     assert [series.title for series in analyse(rows)] == titles

@@ -37,7 +37,6 @@ TWO = [Timing(1, 100.0, name="mine"), Timing(2, 60.0, name="mine")]
 @pytest.mark.parametrize(
     "written",
     {
-        "no last newline": "num_processes,epoch_time\n1,100\n2,60",
         "spaces in the header": "num_processes , epoch_time\n1,100\n2, 60\n",
         "blank lines": "num_processes,epoch_time\n\n1,100\n   \n\n2,60\n\n",
         "empty rows of a spreadsheet": "num_processes,epoch_time\r\n1,100\r\n,\r\n2,60\r\n,\r\n",
@@ -64,7 +63,6 @@ def test_jsonl_that_anyone_writes_is_read(rows_of):
         {"num_processes": 0},
         {"num_processes": 1.5},
         {"scaling": "both"},
-        {"overlap": 1.5},
         {"samples_per_second": 0},
         {"samples": 0},
     ],

@@ -74,7 +74,7 @@ class Places:
 
     ranks: int
     workers: int
-    shards: list[int]  # of each part
+    shards: list[int]  # the number in each part
     turn: int = 0
     round: int = 0
     of: dict[str, Json] = field(default_factory=dict)

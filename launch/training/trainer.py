@@ -76,7 +76,7 @@ class RecipeTrainer(CommittingTrainer):
             self.model_accepts_loss_kwargs = False  # classifiers accept **kwargs but ignore the item count
         elif self.label_smoother is not None:
             # Trainer shifts labels only for class names that it knows (transformers#27161). Under
-            # FSDP2 and in remote code they differ: such a model would learn to repeat each token.
+            # FSDP2 and in remote code names differ: such a model would learn to repeat each token.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         self.num_parameters = parameter_count(self.model)  # before an engine shards them
@@ -382,7 +382,7 @@ def build_trainer(
     any rank, all ranks save and leave.
     """
     end_workers_that_cannot_send()
-    if args.hub_token is not None:  # else Trainer writes it into training_args.bin
+    if args.hub_token is not None:  # else Trainer writes it into training_args.bin; the model is loaded already
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
     kind = data.problem_type  # None for a language model
     any_world = None

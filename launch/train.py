@@ -1,10 +1,10 @@
-"""Train a model with a recipe. Each process of a launch runs this file; either command starts it.
+"""Train a model with a recipe. Each process of a launch runs this file. Start it by either command:
 
     recipes train --recipe standard --num_processes 2 --max_steps 20 --output_dir runs/first
     accelerate launch --config_file accelerate_configs/standard.yaml --num_processes 2 \
         launch/train.py --recipe standard --max_steps 20 --output_dir runs/second
 
-Without a model and data it trains a small byte-level decoder on Python's own source.
+Without a model and data, it trains a small byte-level decoder on the source of Python's library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Run as a script: import the packages beside launch/, not the files inside it.
+# If run as a script, import the packages beside launch/, not the files inside launch/.
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from launch.host.processes import import_own_packages
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 failed, 2 a mistake, 75 stopped by a signal, 130 interrupted."""
+    """Return the exit code: 0 finished, 1 failed, 2 a mistake, 75 stopped by signal, 130 Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(f"{banner.USAGE}\n{banner.settings_help()}")
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> None:
-    """Report all that can be known at once, load the data, which may take hours, join and train."""
+    """Report every problem that is known early, load the data (maybe for hours), join and train."""
     out = console(world.is_main)
     print_progress("importing the libraries", out)
     prepare_process(run)
@@ -79,7 +79,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
 
     print_progress("reading the data", out)
     tokenizer = load_tokenizer(run)
-    run, advice = with_model(run, tokenizer)  # may lower max_length to its longest sequence
+    run, advice = with_model(run, tokenizer)  # may lower max_length to the model's limit
     with failure.explained_by(run):
         print_problems(advice, out)
         require_hub(run)
@@ -96,7 +96,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
 
 
 def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
-    """Model, Trainer, training, run.json; nothing if an earlier run has left nothing to train."""
+    """Load the model, train it and write run.json, unless an earlier run left nothing to train."""
     from launch.data.load import require_same
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
@@ -105,14 +105,14 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     from launch.training.trainer import build_arguments, build_trainer
 
     out = console(world.is_main)
-    args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
+    args = build_arguments(run)  # before the model: ZeRO-3 reads them while weights load
     require_same(data, world)
     earlier = world.decide(lambda: find_earlier_run(run, data.commit))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:
         return
 
-    if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
+    if run["memory_limit"]:  # after loading data, where libraries mishandle MemoryError
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     print_progress("loading the model", out)
     model = load_model(run, tokenizer, data)
@@ -121,11 +121,11 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     banner.banner(run, model, tokenizer, data, out)
     trainer.make_readable(earlier.checkpoint)
 
-    stop.defer()  # from here on a signal waits for the end of a step
+    stop.defer()  # from here on, a signal takes effect at the end of a step
     with kept_record(run, world, earlier, data.commit, data.labels) as record:
         metrics = trainer.train(resume_from_checkpoint=earlier.checkpoint).metrics
         trainer.require_finite_weights()
-        trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself
+        trainer.save_model()  # before an evaluation in 16 bits, which casts the weights
         files = {"model_files": trainer.flush_model()}
         record.update(results(run, trainer, metrics | trainer.final_metrics()) | files)
     banner.show_results(record, run, world, trainer)

@@ -1,4 +1,4 @@
-"""The steps that each of the two ranks of `recipes explain` takes: the same, in several ways."""
+"""The optimizer steps that both ranks of `recipes explain` take in each variant of a topic."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _MAX_NORM = 1.0
 _VOCABULARY = 256  # bytes
 
 
-# --- The lesson: one optimizer step, right in every variant but those that are to go wrong --------
+# --- The lesson: one optimizer step, correct except in the variants that show a mistake -----------
 
 
 def gradient(trainee: Trainee, batch: torch.Tensor) -> None:
-    """Add up the gradient of one optimizer step, as the optimizer needs it."""
+    """Accumulate the gradient of one optimizer step, ready for the optimizer."""
     variant, scaler, micro_batches = trainee.variant, trainee.scaler, batch.chunk(trainee.variant.micro_batches)
     for number, texts in enumerate(micro_batches, start=1):
         waits = variant.no_sync and number < len(micro_batches)
         with trainee.model.no_sync() if waits else contextlib.nullcontext():
             with torch.autocast(texts.device.type, _DTYPES[variant.dtype], enabled=variant.dtype != "fp32"):
                 loss = trainee.model(texts, labels=texts).loss
-            if variant.divide:  # all micro-batches are equally long: the mean of their means is the mean of all
+            if variant.divide:  # micro-batches of equal length: the mean of means is the mean of all
                 loss = loss / len(micro_batches)
             scaler.scale(loss / trainee.smaller).backward()
     if variant.clip == "scaled":
@@ -50,18 +50,18 @@ def gradient(trainee: Trainee, batch: torch.Tensor) -> None:
 
 
 def update(trainee: Trainee) -> None:
-    """Take the optimizer step. The scaler skips it where the scaled gradient is infinite."""
+    """Take the optimizer step. The scaler skips the step if the scaled gradient is not finite."""
     trainee.scaler.step(trainee.optimizer)
     trainee.scaler.update()
     trainee.optimizer.zero_grad()
 
 
-# --- What is trained ------------------------------------------------------------------------------
+# --- The model and its data -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A device, a model that it trains in seconds, and a learning rate for this model."""
+    """A device, the sizes of a model that this device trains in seconds, and a learning rate."""
 
     device: torch.device
     width: int = 128
@@ -71,22 +71,22 @@ class Setup:
 
 
 def decoder(setup: Setup) -> LlamaForCausalLM:
-    """A byte-level decoder, initialised equally for all variants."""
+    """Create a byte-level decoder, with the same initial weights for all variants."""
     torch.manual_seed(0)
     sizes = {"hidden_size": setup.width, "intermediate_size": 4 * setup.width, "num_hidden_layers": setup.layers}
     heads = {"num_attention_heads": setup.width // 32, "max_position_embeddings": setup.tokens + 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=_VOCABULARY, **sizes, **heads)).to(setup.device)
 
 
-def counting_hook(sent: Counter[str], bucket):  # no other annotations: DDP compares them, and here they are text
-    """DDP's own all-reduce of a bucket of gradients, counted."""
+def counting_hook(sent: Counter[str], bucket):  # no more annotations: DDP checks their types, and here they are strings
+    """Count a bucket of gradients, and call DDP's own all-reduce on the bucket."""
     sent["synchronisations"] += bucket.is_last()
     sent["bytes"] += bucket.buffer().nbytes
     return allreduce_hook(distributed.group.WORLD, bucket)
 
 
 class Trainee:
-    """One variant with a model of its own. The loss is divided by `smaller`."""
+    """One variant with its own model. The loss is divided by `smaller`, for smaller gradients."""
 
     def __init__(self, variant: Variant, setup: Setup, smaller: int) -> None:
         self.variant = variant
@@ -101,7 +101,7 @@ class Trainee:
 
 
 def examples(step: int, rank: int, setup: Setup) -> torch.Tensor:
-    """A rank's sequences for a step, from the source of Python's argparse."""
+    """Return a rank's sequences for a step, from the source of Python's argparse."""
     size = SEQUENCES * (setup.tokens + 1)
     begin = (step * RANKS + rank) * size
     text = bytearray(Path(argparse.__file__).read_bytes()[begin : begin + size])
@@ -112,13 +112,13 @@ def examples(step: int, rank: int, setup: Setup) -> torch.Tensor:
 
 
 def measure(topic: str, setup: Setup, rank: int) -> Json:
-    """Every variant's peak memory in a step of its own, then all variants' steps in turns.
+    """Measure each variant's peak memory in a step of its own, then all variants' steps in turn.
 
-    Of each row: `seconds` of an optimizer step, the median, and `off`, the share of it that noise
-    may make; `synchronisations` and `sent_bytes` (given to the all-reduce) in one step; `gradient`,
-    the norm in the first step, as the optimizer gets it; `difference` of that gradient from the
-    first row's, relative; `lost`, the share of its values that are zero here and not there; `loss`,
-    None if it is not finite.
+    Each row has: `seconds`, the median of an optimizer step, and `off`, its relative error;
+    `synchronisations` and `sent_bytes` (given to the all-reduce) per step; `gradient`, the norm in
+    the first step, as the optimizer gets it; `difference`, the relative difference of this gradient
+    from the first row's; `lost`, the share of the first row's nonzero values that are zero here;
+    `loss`, None if it is not finite.
     """
     variants, gradients_of = TOPICS[topic].variants, TOPICS[topic].gradients_of
     smaller = max(1, gradients_of // (SEQUENCES * setup.tokens))
@@ -146,7 +146,7 @@ def measure(topic: str, setup: Setup, rank: int) -> Json:
 
 
 def _row(trainee: Trainee, peak_bytes: int, first: torch.Tensor, batch: torch.Tensor) -> Json:
-    seconds, own = trainee.seconds[1:], trainee.first_gradient  # without the first step, which also builds
+    seconds, own = trainee.seconds[1:], trainee.first_gradient  # without the first step, which also allocates
     return {
         "seconds": statistics.median(seconds),
         "off": of_median(seconds) / statistics.median(seconds),
@@ -161,7 +161,7 @@ def _row(trainee: Trainee, peak_bytes: int, first: torch.Tensor, batch: torch.Te
 
 
 def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: torch.Tensor) -> int:
-    """The most bytes that a fresh model takes in its first step; SGD keeps nothing for later."""
+    """Return the peak bytes of a new model in its first step. SGD has no state after the step."""
     with LiveBytes() as live:
         trainee = Trainee(variant, setup, smaller)
         gradient(trainee, batch)
@@ -170,7 +170,7 @@ def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: torch.Tenso
 
 
 def _now(setup: Setup) -> float:
-    """The time in seconds once both ranks and their GPUs have come here."""
+    """Return the time in seconds, after both ranks and their GPUs have reached this call."""
     if setup.device.type == "cuda":
         torch.cuda.synchronize()
     distributed.barrier()
@@ -179,13 +179,13 @@ def _now(setup: Setup) -> float:
 
 @torch.no_grad()
 def _loss(trainee: Trainee, batch: torch.Tensor) -> float | None:
-    """The loss in fp32, None if it is not finite."""
+    """Return the loss in fp32; None if it is not finite."""
     loss = trainee.model.module(batch, labels=batch).loss
     return float(loss) if loss.isfinite() else None
 
 
 def main(folder: str) -> None:
-    """Measure a topic as one rank, and answer with its numbers."""
+    """Measure a topic on one rank, and answer the request in `folder` with the numbers."""
     asked = processes.request(folder)
     rank, backend, setup = asked["rank"], "gloo", Setup(torch.device("cpu"))
     if asked["device"] == "cuda":

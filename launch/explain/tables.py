@@ -1,7 +1,7 @@
-"""`recipes explain`: accumulation and mixed precision, measured on two ranks here, with reasons.
+"""`recipes explain`: accumulation and mixed precision, measured on two ranks, with explanations.
 
-Each variant states its reason; the numbers beside it are this machine's. The steps themselves are
-in launch/explain/steps.py.
+Each variant explains its result; the numbers in the table are measured on this machine. The
+optimizer steps are in launch/explain/steps.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from recipes.run import Json
 from recipes.run.hardware import read as read_hardware
 
 RANKS = 2
-SEQUENCES = 8  # of each rank, in each optimizer step
+SEQUENCES = 8  # per rank and optimizer step
 STEPS = 11
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to take the same optimizer step, and the reason for what it measures.
+    """One way to take the same optimizer step, and the reason for its result.
 
-    `clip`: the gradient's norm is limited when it is "unscaled" (right) or still "scaled" (wrong).
-    `goal`: its heading in the table of goals, empty if it is not in it.
+    `clip`: the gradient is clipped after it is "unscaled" (right) or while still "scaled" (wrong).
+    `goal`: the variant's heading in the table of goals; empty if the table leaves the variant out.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Topic:
-    """Variants to compare with the first.
+    """Variants, which are compared with the first one.
 
-    `gradients_of`: make gradients as small as a mean over so many tokens would; 0 leaves them.
+    `gradients_of`: make gradients as small as those of a mean over this many tokens. 0: do not.
     """
 
     what: str
@@ -57,29 +57,29 @@ class Topic:
 
 
 _NOTES = (
-    "memory: the most bytes of live tensors in a step: weights, gradients, DDP's buckets and activations",
-    "speed: medians of steps, the variants in turns, ± what so few steps leave open",
-    "syncs and sent: per step and rank, counted by a hook in DDP",
-    "loss: on the same examples after {STEPS} steps of SGD, {loss_before:.2f} before",
-    "gradient: its norm in the first step, as SGD gets it, relative to the first row; off: the relative difference",
-    "zeroed: values of that gradient that are zero here and not in the first row",
+    "memory: peak bytes of live tensors in a step: weights, gradients, DDP's buckets and activations",
+    "speed: from the median step time, with the variants in turn, ± the error of so few steps",
+    "syncs and sent: synchronisations and bytes per step and rank, counted by a DDP communication hook",
+    "loss: on the first step's examples after {STEPS} steps of SGD; it was {loss_before:.2f} before",
+    "gradient: norm in the first step, as SGD gets it, relative to the first row; off: relative difference from it",
+    "zeroed: the share of the first row's nonzero gradient values that are zero here",
 )
-_LARGE_BATCH = 2**20  # tokens: with the few of this training almost nothing underflows in fp16
+_LARGE_BATCH = 2**20  # tokens: with the few tokens of this training, almost nothing underflows in fp16
 _OF_16_BITS = (
     "autocast keeps weights and gradients in fp32, so DDP sends fp32; --ddp_comm_hook sends 16 bits",
     "tensor cores compute 16 bits faster than fp32 (NVIDIA's data sheet of the A100: 312 TFLOPS in bf16 and fp16, 156 "
     "in TF32, 19.5 in fp32); a CPU without 16-bit arithmetic (AVX512-BF16, AMX) shows the reverse",
 )
-_AT_ONCE = "the reference: one backward, one synchronisation, the activations of all 8 in memory at once"
-_AT_EACH = "DDP averages after every backward, 8 times where once is enough, and sends 8 times the bytes"
-_NO_SYNC = "gradients stay on their rank until the last backward: the same gradient, the activations of 1 in memory"
-_UNDIVIDED = "8 means are added up: 8 times the gradient, as if the learning rate were 8 times as high"
-_DIVIDED = "each loss divided by 4, one synchronisation"
-_AUTOCAST = "autocast alone, nothing to scale"
-_BOTH = "autocast inside no_sync, nothing to scale"
-_IN_ORDER = "scale each loss, then once an optimizer step unscale_, clip, step, update"
-_CLIPPED_SCALED = "the scaled gradient was cut to a norm of 1, and unscale_ then left almost nothing of it"
-_SCALED = "the loss is multiplied before backward, the gradient divided after: small gradients survive"
+_AT_ONCE = "the reference: one backward, one synchronisation, the activations of all 8 sequences in memory at once"
+_AT_EACH = "DDP averages after each backward, 8 times instead of once, and sends 8 times the bytes"
+_NO_SYNC = "gradients stay on their rank until the last backward: the same gradient, the activations of 1 sequence"
+_UNDIVIDED = "the sum of 8 means is 8 times the gradient, as if the learning rate were 8 times as high"
+_DIVIDED = "each loss is divided by 4; one synchronisation"
+_AUTOCAST = "autocast alone; bf16 needs no scaler"
+_BOTH = "autocast inside no_sync; bf16 needs no scaler"
+_IN_ORDER = "scale each loss; then, once per optimizer step: unscale_, clip, step, update"
+_CLIPPED_SCALED = "the scaled gradient was clipped to a norm of 1, and unscale_ then divided it to almost nothing"
+_SCALED = "the loss is multiplied before backward and the gradient divided after it: small gradients survive"
 TOPICS = {
     "accumulation": Topic(
         "the same batch at once or in parts, with and without no_sync",
@@ -90,28 +90,28 @@ TOPICS = {
             Variant("8 of 1, no_sync, loss not divided", _UNDIVIDED, 8, divide=False),
         ),
         (
-            "the last two rows do the same work: by as much as their speeds differ, others differ by noise too",
-            "Adam divides by the gradient's own size, which hides a loss that was not divided; but clipping starts "
-            "at an eighth of the intended norm, and weight decay that is added to the gradient counts an eighth",
+            "the last two rows do the same work: the difference between their speeds is noise",
+            "Adam divides by the size of the gradient, which hides an undivided loss; but clipping then starts at an "
+            "eighth of the intended norm, and weight decay added to the gradient has an eighth of its effect",
         ),
     ),
     "amp": Topic(
         "fp32, bf16, and fp16 with and without a gradient scaler",
         (
             Variant("fp32", "the reference: 24 significant bits, down to 1e-38"),
-            Variant("bf16", "8 significant bits with fp32's range: nothing to scale", dtype="bf16"),
+            Variant("bf16", "8 significant bits with fp32's range: no scaler is needed", dtype="bf16"),
             Variant("fp16", "11 significant bits, but nothing below 6e-8: small gradients become zero", dtype="fp16"),
             Variant("fp16, scaler", _SCALED, dtype="fp16", scale=True),
         ),
         (
-            "the loss is divided and the learning rate multiplied, so that gradients are as small as with a mean over "
-            f"{_LARGE_BATCH:,} tokens; the scaler may skip the first steps to find its scale",
+            "the loss is divided and the learning rate multiplied, so that gradients are as small as in a mean over "
+            f"{_LARGE_BATCH:,} tokens; the scaler may skip the first steps while it searches for its scale",
             *_OF_16_BITS,
         ),
         _LARGE_BATCH,
     ),
     "both": Topic(
-        "accumulation beside 16 bits: what each is for, and together: where to scale, unscale, clip and step",
+        "accumulation and 16 bits: the use of each, and how to combine them: when to scale, unscale, clip and step",
         (
             Variant("fp32, 1 micro-batch of 8", "the reference: the whole batch in fp32", clip="unscaled"),
             Variant("fp32, 4 of 2, no_sync", _DIVIDED, 4, clip="unscaled", goal="accumulation"),
@@ -133,7 +133,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Raises `Failure` if a rank failed."""
+    """Measure a topic and print its table. Raise `Failure` if a rank failed."""
     topic, hardware = TOPICS[options.topic], read_hardware()
     device = "cuda" if len(hardware.gpus) >= RANKS else "cpu"
     print(f"{options.topic}: {topic.what}\n{hardware}: {RANKS} processes measure on {device}", flush=True)
@@ -142,7 +142,7 @@ def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def measured(topic: str, device: str, cores: int) -> Json:
-    """What `steps.measure` finds. Raises `Failure` with the last words of the ranks that failed."""
+    """Run `steps.measure` on all ranks. Raise `Failure` with the last lines of each failed rank."""
     requests = [{"topic": topic, "device": device, "rank": rank} for rank in range(RANKS)]
     environment = {**os.environ, THREADS: str(threads_per_process(cores, RANKS))}
     with processes.ask("launch.explain.steps", requests, environment) as ranks:
@@ -168,7 +168,7 @@ def _print(topic: Topic, found: Json) -> None:
         print_table(*goals(rows), whole=True)
         print()
     print("\n".join([*_NOTES, *topic.notes]).format(STEPS=STEPS, **found))
-    print("the loop that ran: gradient() and update() in launch/explain/steps.py")
+    print("the code of these steps: gradient() and update() in launch/explain/steps.py")
 
 
 def _cells(row: Json, first: Json) -> dict[str, str]:
@@ -187,19 +187,19 @@ def _cells(row: Json, first: Json) -> dict[str, str]:
 
 
 def _speed(row: Json, first: Json) -> str:
-    """Times as fast as the first row, and by how much so few steps leave that open."""
+    """Format the speed relative to the first row, with its error."""
     ratio = first["seconds"] / row["seconds"]
     return "x 1" if row is first else f"x {ratio:.2f} ± {ratio * (row['off'] + first['off']):.2f}"
 
 
 def goals(rows: list[Json]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of a table with a column for accumulation, for AMP and for both."""
+    """Return headings and rows of a table with columns for accumulation, for AMP and for both."""
     first, shown = rows[0], [row for row in rows if row["goal"]]
     return ["", *(row["goal"] for row in shown)], [
         ["is for", "batches beyond memory", "faster arithmetic, smaller activations", "large batches, fast"],
         ["memory", *(f"x {row['peak_bytes'] / first['peak_bytes']:.2f}" for row in shown)],
         ["speed", *(_speed(row, first) for row in shown)],
         ["gradient is off by", *(f"{row['difference']:.1g}" for row in shown)],
-        ["exchanges per step", *(f"{row['synchronisations']:g}" for row in shown)],
+        ["syncs per step", *(f"{row['synchronisations']:g}" for row in shown)],
         ["can be combined", "yes: divide each loss by their number", "yes: unscale_ fp16 before clipping", "they are"],
     ]

@@ -1,9 +1,9 @@
-"""`--fit`: the largest micro-batch that really runs here, at the same global batch.
+"""`--fit`: find the largest micro-batch that really runs here, at the same global batch.
 
-For each candidate every rank starts one process, a probe, which takes two steps of the real run
-with its longest example; the rank itself holds nothing on the GPU. A micro-batch fits if it runs on
-all ranks, which hear of each other before their process group: that would need a network that gloo
-finds, or memory of the GPU.
+For each candidate, every rank starts a process, the probe. The probe takes two steps of the real
+run with the longest example; the rank itself holds nothing on the GPU. A micro-batch fits if it
+runs on all ranks. The ranks share results by a store, because a process group would need a network
+that gloo finds, or GPU memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from recipes.run import FIT, Json, RunSpec, fitted
 from recipes.run.batch import Batch
 
 PROBE = __name__
-RESERVE = 0.05  # of the limit: lengths vary in a long run, and memory fragments
-_GRACE = 3  # seconds in which the ranks beside one that has failed may say why they fail
-_STEPS = 2  # the second one has the optimizer's state
+RESERVE = 0.05  # of the limit, as a long run has varying lengths and memory fragments
+_GRACE = 3  # seconds in which the other ranks may report why they fail, once one rank has failed
+_STEPS = 2  # the second step has the optimizer's state
 
 # A probe saves and reports nothing, and its schedule needs no evaluation.
 _SETTINGS = {
@@ -47,29 +47,29 @@ _SETTINGS = {
 
 
 def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
-    """The run at the largest micro-batch that runs, from fit.json if that holds. `--fit_only`
-    always searches.
+    """Return the run with the largest micro-batch that fits. fit.json gives the micro-batch if it
+    is valid for this run, but `--fit_only` always searches.
 
-    `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `Failure` if a
-    probe fails for another reason than memory.
+    `argv` holds train.py's arguments. Raises `UserError` if no micro-batch fits, and `Failure` if a
+    probe fails for a reason other than memory.
     """
     start = world.decide(lambda: _start(run))
     found = start.get("kept") or _search(run, argv, world, start)
     if world.is_main and "kept" not in start:
         record.write(run["output_dir"], found, FIT)
-    batch = fitted.as_batch(run, found)  # as rank 0 found it: another node may have other devices
+    batch = fitted.as_batch(run, found)  # from rank 0: other nodes may have other devices
     terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
     return replace(run, batch=batch)
 
 
 def _start(run: RunSpec) -> Json:
-    """The fit that is `kept`, or else where the search starts: the bytes of `limit` for a process,
-    the micro-batch `guess` and a `port` for the probes.
+    """Return the valid fit of fit.json as `kept`, or else the start of a search: the memory `limit`
+    of a process in bytes, the micro-batch to `guess`, and a `port` for the probes.
     """
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):
         return {"kept": kept}
-    try:  # now and not after all probes
+    try:  # now, not after all probes
         folder.mkdir(parents=True, exist_ok=True)
         require_writable(folder)
     except OSError as error:
@@ -84,26 +84,26 @@ def _start(run: RunSpec) -> Json:
 
 
 def _guess(run: RunSpec, limit: int) -> int:
-    """The planner's micro-batch, or the recipe's own if this training cannot be planned."""
+    """Return the planner's micro-batch, or the recipe's own if the planner cannot plan this run."""
     from launch.training.model import load_config, load_tokenizer
     from recipes.planner.plan import plan_run
 
-    usable = limit if run.hardware.cuda else limit - psutil.Process().memory_info().rss  # what libraries take
+    usable = limit if run.hardware.cuda else limit - psutil.Process().memory_info().rss  # less what libraries take
     try:
         return plan_run(run, load_config(run, load_tokenizer(run)), usable).micro_batch
-    except Exception:  # this is only where to begin: the first probe says what is wrong with the run
+    except Exception:  # only a start for the search: the first probe reports what is wrong with the run
         return run.batch.micro
 
 
 def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
-    """Go up from the guess while probes run, or down until one does. Returns fit.json's content."""
+    """Search up from the guess while probes fit, or down until one fits. Return fit.json."""
     _tokenize(run)
     share, limit, guess = run.batch.micro * run.batch.accumulation, start["limit"], start["guess"]
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     out, probes = terminal.console(world.is_main), []
 
     def runs(size: int) -> bool:
-        # Two micro-batches show the gradients that accumulation keeps.
+        # Two micro-batches include the gradients that accumulation keeps in memory.
         request = {"argv": argv, "micro_batch": size, "accumulation": min(share // size, 2)}
         found = _probe({**request, "limit_bytes": round(limit * (1 - RESERVE))}, world, start["port"])
         probes.append({"micro_batch": size, "accumulation": share // size, **found})
@@ -120,8 +120,8 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
         any(runs(size) for size in reversed(sizes) if size < guess)
     best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
     if best is None:
-        what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {probes[-1]['words']}"
-        raise mistake("fit", what, f"--gradient_checkpointing, {OTHER_WAYS}")
+        what = f"not even a micro-batch of 1 fits in {memory_size(limit)}: {probes[-1]['words']}"
+        raise mistake("fit", what, f"set --gradient_checkpointing, {OTHER_WAYS}")
     return {
         **best,
         "limit_bytes": limit,
@@ -133,9 +133,9 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
 
 
 def _tokenize(run: RunSpec) -> None:
-    """Make the tokens that the probes will find, once what can be told before is told.
+    """Tokenize the data for all probes, after the checks that need no tokens.
 
-    If the kernel ended a probe that tokenizes, its micro-batch would count as too large.
+    If the kernel killed a probe while it tokenizes, its micro-batch would count as too large.
     """
     from launch.data.tokens import of_parts
     from launch.output.resume import look_ahead
@@ -153,16 +153,16 @@ def _tokenize(run: RunSpec) -> None:
 
 
 def _probe(request: Json, world: World, port: int) -> Json:
-    """How a micro-batch went on all ranks together."""
+    """Probe a micro-batch on all ranks, and return their joint result."""
     verdicts = world.gather(_probe_here(request, world, port))
     for problems in (verdict["problems"] for verdict in verdicts if verdict["kind"] == "mistake"):
         raise UserError(*(Problem(**problem) for problem in problems))
     short = [verdict for verdict in verdicts if verdict["kind"] == "out_of_memory"]
     failed = [(rank, verdict["words"]) for rank, verdict in enumerate(verdicts) if verdict["kind"] != "fits"]
     if failed and not short:
-        # Prefer a rank with a reason of its own to one that only lost its connection to another.
+        # Prefer a rank with its own reason over a rank that only lost its connection to another.
         rank, words = min(failed, key=lambda item: not item[1] or "onnection" in item[1])
-        what = f"the probe of micro-batch {request['micro_batch']} failed on rank {rank}, which says nothing of memory"
+        what = f"the probe of micro-batch {request['micro_batch']} failed on rank {rank}, which does not mention memory"
         raise Failure(f"{what}:\n{words}")
     return {
         "fits": not short,
@@ -173,11 +173,11 @@ def _probe(request: Json, world: World, port: int) -> Json:
 
 
 def _probe_here(request: Json, world: World, port: int) -> Json:
-    """The verdict of this rank's probe, which is ended if that of another rank has failed."""
+    """Run this rank's probe and return its verdict. End it if another rank's probe has failed."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if "RANK" in environment:  # the probes are a world of their own
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    if own_threads() is None:  # the launcher's 1, which a probe would take for a person's
+    if own_threads() is None:  # the launcher's 1, which a probe would take for the user's choice
         environment.pop(THREADS, None)
     store, failed = early_store(world), f"micro-batch {request['micro_batch']} has failed"
     with processes.ask(PROBE, [request], environment) as (child,):
@@ -206,10 +206,10 @@ def _without_answer(child: processes.Child) -> Json:
 
 
 def main(folder: str) -> None:
-    """Take two steps of the run in the request, and answer how they went on this rank.
+    """Take two steps of the requested run, and answer with the result on this rank.
 
-    If memory runs out, the process ends here: leaving the process group would wait for ranks that
-    wait for this one.
+    If memory runs out, the process ends here: leaving the process group would wait for other ranks,
+    which wait for this rank.
     """
     from launch.data.load import load_data
     from launch.training.model import known_classes, load_tokenizer, with_model
@@ -244,17 +244,17 @@ def _requested(request: Json, world: World, folder: str) -> RunSpec:
 
 
 def _train_on_longest(run: RunSpec, world: World, tokenizer, data, limit_bytes: int) -> None:
-    """Two steps on the longest example alone."""
+    """Take two steps on copies of the longest example."""
     from launch.data.load import repeated_longest
     from launch.training.callbacks import StopOnNotANumber
     from launch.training.model import load_model
     from launch.training.trainer import build_arguments, build_trainer
 
-    args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
+    args = build_arguments(run)  # before the model: ZeRO-3 reads them while weights load
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     data.train = repeated_longest(data.train, _STEPS * run.batch.total)
     trainer = build_trainer(run, world, args, model, tokenizer, data, terminal.console(is_main=False))
-    trainer.remove_callback(StopOnNotANumber)  # the same example over and over: its loss means nothing
+    trainer.remove_callback(StopOnNotANumber)  # the loss of a repeated example means nothing
     trainer.train()
     trainer.accelerator.free_memory()

@@ -1,6 +1,6 @@
-"""The words of a training: --help, the banner before the first step, the results at the end.
+"""The texts that train.py prints: --help, the banner before the first step, and the results.
 
-Imports nothing heavy: `train.py --help` answers at once.
+This module imports nothing heavy, so that `train.py --help` answers at once.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ USAGE = """\
 usage: recipes train [--num_processes N] [--recipe NAME|FILE] [--config FILE] [model and data flags] [Trainer flags]
        accelerate launch [--config_file YAML] [--num_processes N] train.py [the same flags]
 
-With no model and data it trains a small byte-level decoder on the Python standard library's own source.
+Without a model and data, it trains a small byte-level decoder on the source of Python's standard library.
 Precedence: command line > --config file > recipe > library default.
-SIGTERM, SIGUSR1 or SIGHUP to `recipes train` or to any rank saves a checkpoint and stops the run.
+When `recipes train` or any rank receives SIGTERM, SIGUSR1 or SIGHUP, the run saves a checkpoint and stops.
 """
 _OWN = """\
-  mine.yaml     one of your own: `base: fast`, a `purpose`, and `changes` with lines such as
+  mine.yaml     your own recipe: `base: fast`, a `purpose`, and `changes` with lines such as
                 learning_rate: [5.0e-5, "the reason"]; `engine` and `micro_batch_cap` are optional
-  mine.py:name  a function of your file that returns a recipes.catalog.Recipe"""
+  mine.py:name  a function in your own file that returns a recipes.catalog.Recipe"""
 
 
 def settings_help() -> str:
-    """Every recipe and setting, from the same legal names that the check uses."""
+    """Describe every recipe and setting. The names are the legal names that the check uses."""
     fill = partial(textwrap.fill, width=110, break_on_hyphens=False)
     own = []
     for field in legal.run_flags().values():
@@ -73,8 +73,8 @@ def settings_help() -> str:
 
 
 def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Console) -> None:
-    """Print the run that is about to train, its model and data as loaded, and the first example. In
-    it the tokens that are learned stand between « and ».
+    """Print the settings of the run, the loaded model and data, and the first example. The tokens
+    that the model learns from are between « and ».
     """
     from launch.data.load import shortened, shown_examples
     from launch.training.model import parameter_count
@@ -104,28 +104,28 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
 
 
 def _changed(run: RunSpec) -> Iterable[str]:
-    """The settings that somebody has written for this run."""
+    """Yield the settings that the user wrote for this run, with their sources."""
     for name, setting in sorted(run.given.items()):
         if name not in ("recipe", "config", "output_dir"):
             value = shown(name, setting.value)
             if isinstance(value, float) and value.is_integer():
-                value = int(value)  # `--save_steps 2` is 2.0
+                value = int(value)  # `--save_steps 2` is read as 2.0
             yield f"{name} = {value} ({setting.source})"
 
 
 def batch(run: RunSpec) -> str:
-    """The split of the global batch, over groups of processes if they share examples."""
+    """Describe the split of the global batch over processes, or over groups that share examples."""
     split, sharing = run.batch, run.engine.parallelism.sharing
     over = "world" if sharing == 1 else "data-parallel"
     words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
     words += f" = global {split.total}"
     if sharing > 1:
-        words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
+        words += f" (world {run.world_size}: each group of {sharing} processes trains on the same examples)"
     return words + (f", {split.reason}" if run.batch.source == FIT else "")
 
 
 def schedule(run: RunSpec) -> str:
-    """The learning rate over the run, its length and that of a sequence, as settings name them."""
+    """Describe the learning-rate schedule, the run's length and max_length by their settings."""
     warmup = run["warmup_steps"]
     warm_up = f"warm-up of {warmup:.0%}" if 0 < warmup < 1 else f"warm-up of {plural(int(warmup), 'step')}"
     length = (
@@ -136,7 +136,7 @@ def schedule(run: RunSpec) -> str:
 
 
 def precision(run: RunSpec) -> str:
-    """The compute precision with the reason for it."""
+    """Describe the compute precision, and the reason for this precision."""
     mixed = mixed_precision(run)
     name = "fp32" if mixed == "no" else mixed
     reason = run.setting("fp16" if run["fp16"] else "bf16").reason
@@ -145,12 +145,12 @@ def precision(run: RunSpec) -> str:
 
 
 def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
-    """Print what the output folder already holds, and what that means for this run."""
+    """Print what an earlier run left in the output folder, and whether this run resumes it."""
     for note in earlier.notes:
         print_note(note, out)
     if earlier.finished:
         where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
-        out.print(f"{escape(where)}: nothing to train. --fresh starts over, more --max_steps or epochs go on.")
+        out.print(f"{escape(where)}: nothing to train. --fresh starts over, more --max_steps or epochs continue it.")
     elif earlier.checkpoint:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 
@@ -159,9 +159,9 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
-    """Add the row of `--measure`, print the summary, and free what DDP and DeepSpeed hold.
+    """Add the row of `--measure`, print the summary, and free the memory of DDP and DeepSpeed.
 
-    All ranks call it, once the run is recorded as finished. A failure here does not change that.
+    All ranks call this once the run is recorded as finished. A failure here is only a note.
     """
     out, timings = console(world.is_main), {}
     with only_noted(world):
@@ -177,7 +177,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
         out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
         if world.is_main:
             trainer.write_card(run)
-    trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
+    trainer.accelerator.free_memory()  # before the process group ends, or gloo aborts
 
 
 def _table(lines: Mapping[str, object]) -> Table:
@@ -190,10 +190,10 @@ def _table(lines: Mapping[str, object]) -> Table:
 
 
 def _summary(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
-    """The lines at the end of a run, from the numbers that run.json holds."""
+    """Yield the lines of the summary at the end of a run. The numbers come from run.json."""
     yield "steps", f"{results['global_step']:,}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
-        yield "loss", f"{results['first_loss']:.3f} at first, {results['final_loss']:.3f} at the end"
+        yield "loss", f"{results['first_loss']:.3f} at the start, {results['final_loss']:.3f} at the end"
     if run["load_best_model_at_end"]:
         yield "model", _which_model(results, run)
     metrics = dict.fromkeys(metric for names in METRICS.values() for metric in names)
@@ -211,7 +211,7 @@ def _summary(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
 
 
 def _next_commands(run: RunSpec) -> Iterable[str]:
-    """The commands that a person gives once a model is trained."""
+    """Yield the commands that a user may want to run once the model is trained."""
     folder = shlex.quote(run["output_dir"])
     if run["task"] == "causal_lm":
         yield f'recipes generate {folder} "PROMPT"'
@@ -222,7 +222,7 @@ def _next_commands(run: RunSpec) -> Iterable[str]:
 
 
 def _which_model(results: Json, run: RunSpec) -> str:
-    """The step of the saved weights, and why it is that one."""
+    """Describe the step that the saved weights come from, and the reason for this step."""
     step, best = results["model_step"], results["best_step"]
     metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
     if best == step:

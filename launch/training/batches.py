@@ -1,4 +1,4 @@
-"""The order of the examples and those that a batch holds, also after a resume in mid-stream."""
+"""The examples of an epoch and of a batch, and the places where a stream of data resumes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """The examples in the last round of micro-batches of all processes, as accelerate counts them
-    in an epoch from its beginning; -1 or 0: all.
+    """Return the number of examples in an epoch's last round of micro-batches over all processes,
+    as accelerate counts them from the start of an epoch. -1 or 0: all examples count.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -34,23 +34,23 @@ def examples_in_last_round(loader: Any) -> int:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to the sampler, whatever wraps it."""
+    """Set the epoch of the sampler, also if other samplers wrap it."""
     sampler = loader
     while sampler is not None:
-        inner = getattr(sampler, "batch_sampler", None)  # without a length, in a stream: `or` would ask for it
+        inner = getattr(sampler, "batch_sampler", None)  # not `or`: a stream's has no length
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
-    """Tokens of a micro-batch without padding. What is counted stays on the device."""
+    """Count the tokens of a micro-batch without padding. A counted tensor stays on the device."""
     if batch.get("attention_mask") is not None:
         return batch["attention_mask"].sum()
     tokens = batch["input_ids"].numel()
     if "position_ids" not in batch:
         return tokens
-    # In a packed row only padding has no label at all from where its positions begin.
+    # In a packed row, tokens after the last restart of positions are padding if none has a label.
     place = torch.arange(batch["input_ids"].shape[1], device=batch["input_ids"].device)
     last_start = (place * (batch["position_ids"] == 0)).amax(-1)
     last_label = (place * (batch["labels"] != IGNORED)).amax(-1)
@@ -62,24 +62,26 @@ def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
 
 @dataclass
 class Places:
-    """The places in a stream at which the workers of a rank resume, each at the very next example,
-    and the worker whose turn it is. `round` is that of a new start.
+    """The places in a stream where the workers of one rank resume.
 
-    Trainer would read all that was trained once more, and rank 0 would tokenize for all ranks. Its
-    loader is ahead of the training, by a batch and by what each worker prepares. So a batch carries
-    the place of its last example, and a checkpoint holds those of the batches that were trained.
+    `of` maps each worker to the place of its next example. `turn` is the worker that yields the
+    next batch. `round` is the first round of the stream if no place is known.
+
+    Trainer's own resume would read all trained examples again, and rank 0 would tokenize for all
+    ranks. The loader runs ahead of the training, so each batch carries the place after its last
+    example, and a checkpoint holds the places of trained batches only.
     """
 
     ranks: int
     workers: int
-    shards: list[int]  # of each part
+    shards: list[int]  # the number in each part
     turn: int = 0
     round: int = 0
     of: dict[str, Json] = field(default_factory=dict)
 
     def found_in(self, checkpoint: Path, rank: int, world: int) -> Places:
-        """The places in a checkpoint. Those of another number of readers or shards are of no use,
-        as the shards are dealt out in another way: the stream begins another round.
+        """Return the places that a checkpoint holds. With another number of readers or shards, the
+        shards are distributed differently: the stream then begins its next round.
         """
         held = {file.name: json.loads(file.read_bytes()) for file in checkpoint.glob(stream_file("*"))}
         own = held.get(stream_file(rank))
@@ -89,10 +91,10 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch that is trained next, without its place, which is kept here."""
+        """Take the place out of the batch that is trained next, and return the batch."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
-            raise StreamBroke(str(place).rstrip("."))  # a mistake too: one rank alone may meet it
+            raise StreamBroke(str(place).rstrip("."))  # also for a UserError: only one rank may meet it
         worker = place.pop("worker")
         self.of[str(worker)] = place
         self.turn = (worker + 1) % self.workers
@@ -105,7 +107,7 @@ class Places:
     def loader(
         self, stream: Stream, collate: Callable[[list[Example]], dict[str, Any]], reader: int, args: TrainingArguments
     ) -> DataLoader:
-        """The batches of one `reader`, the processes that have the same examples."""
+        """Return a loader for one `reader`: the processes that train on the same examples."""
         loader = DataLoader(
             replace(stream, rank=reader, ranks=self.ranks, places=self.of, turn=self.turn, first_round=self.round),
             batch_size=args.train_batch_size,
@@ -114,7 +116,7 @@ class Places:
             pin_memory=args.dataloader_pin_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
-            generator=torch.Generator(),  # it draws a number, which dropout would miss after a resume
+            generator=torch.Generator(),  # DataLoader's seed from the global one would change dropout after a resume
         )
         return prepare_data_loader(
             loader, args.device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False
@@ -122,7 +124,7 @@ class Places:
 
 
 def _with_place(collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]) -> dict[str, Any]:
-    """A micro-batch with the place after it, or only the reason why there is none."""
+    """Collate rows, and add the place after the last row. An error in a row is returned alone."""
     place = next((row[PLACE] for row in rows if isinstance(row[PLACE], Exception)), rows[-1][PLACE])
     if isinstance(place, Exception):
         return {PLACE: place}

@@ -1,4 +1,4 @@
-"""Callbacks: stop when told to or at a loss that is not a number, show progress, time the steps."""
+"""Callbacks: stop on request or when the loss is NaN, print progress, and time the steps."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch.distributed import ProcessGroup
 
-_STRETCHES = 8  # of a run, whose step times are compared
+_STRETCHES = 8  # parts of a run whose mean step times are compared
 _MICRO_STEP = "micro-step"
 _SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
 
 
 class StopOnNotANumber(TrainerCallback):
-    """Stops when a logged loss is NaN or infinite.
+    """Stops the run when a logged loss is NaN or infinite.
 
-    A logged loss is on the host already, so the check is free.
+    A logged loss is already on the host, so the check does not wait for the GPU.
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -46,14 +46,14 @@ class StopOnNotANumber(TrainerCallback):
 
 
 class StoppedInEvaluation(Preempted):
-    """Told to stop in an evaluation. `RecipeTrainer.evaluate` saves the step that was evaluated."""
+    """A stop request ended an evaluation. `RecipeTrainer.evaluate` saves the evaluated step."""
 
 
 class StopWhenRequested(TrainerCallback):
-    """Once any rank was told to stop, all ranks complete the step, save and leave together.
+    """Stops all ranks together once any rank is told to stop: they complete the step and save.
 
-    An evaluation is cut short after its current batch: it may take longer than the time that is
-    left. The run that resumes repeats it. The ranks ask each other over gloo, so that no GPU waits
+    An evaluation ends after its current batch, because the rest may take longer than the time that
+    is left. The resumed run repeats the evaluation. The ranks agree over gloo, so that no GPU waits
     for the answer. `finish_saving` waits until the checkpoint that was just written is complete.
     """
 
@@ -71,7 +71,7 @@ class StopWhenRequested(TrainerCallback):
         control.should_save |= self.agreed
         self.request.step = state.global_step
 
-    on_evaluate = on_step_end  # a signal at the end of the evaluation does not wait for another step
+    on_evaluate = on_step_end  # a signal at the end of an evaluation does not wait for another step
 
     def on_prediction_step(self, args, state, control, **kwargs):
         self.agreed = self.agreed or self._any_rank_was_asked()
@@ -98,17 +98,17 @@ class StopWhenRequested(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """One line per log. The last step logs too, so that the final loss is known even if a recipe
-    logs rarely.
+    """Prints one line per log. The last step is always logged, so that the final loss is known even
+    if a recipe logs rarely.
     """
 
-    began: float | None = None  # an evaluation alone has no such time
+    began: float | None = None  # None in an evaluation without training
 
     def __init__(self, run: RunSpec, out: Console) -> None:
         self.run, self.out = run, out
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
+        if self.run["max_steps"] <= 0:  # the steps are known only now; `check` judges max_steps
             print_problems(warmup_within(self.run, state.max_steps), self.out)
         self.first, self.began = state.global_step, time.monotonic()
 
@@ -130,22 +130,22 @@ class Progress(TrainerCallback):
 
 
 class StepTiming(TrainerCallback):
-    """Times the steps after the warm-up. `parts`: also the parts of each, for a row of timings.
+    """Times the steps after the warm-up and, with `parts`, the parts of a step for `--measure`.
 
-    The Trainer says when a part ends, by `mark`. On a GPU a mark is an event in its stream, read
-    once the GPU has passed it: the host never stops to measure. Elsewhere it is a reading of the
-    clock. `on`: parts are marked.
+    RecipeTrainer calls `mark` at the end of each part. On a GPU, a mark is an event in the stream,
+    read once the GPU has passed the event: the host never waits in order to measure. On a CPU, a
+    mark is a reading of the clock. `on` is True while parts are timed.
     """
 
     def __init__(self, cuda: bool, parts: bool = False) -> None:
         self.durations: list[float] = []  # of steps that neither save nor evaluate
         self.steps_trained = 0
-        self._started: float | None = None  # the step that is timed, unless something else interrupts it
+        self._started: float | None = None  # start of the current step; None after a save, an evaluation or an epoch
 
         self.on = parts
-        self.seconds: Counter[str] = Counter()  # in each part
-        self.sent: tuple[int, int, int] | None = None  # in one step: `_counted`
-        # The micro-batches of the first timed step, and their items: an epoch's last step is short.
+        self.seconds: Counter[str] = Counter()  # part -> its sum over the timed steps
+        self.sent: tuple[int, int, int] | None = None  # in one step, from `_counted`
+        # The first timed step's micro-batches and their items: an epoch's last step may be shorter.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
         self._cuda = cuda
         self._marks: deque[tuple[str, Any]] = deque()
@@ -167,28 +167,28 @@ class StepTiming(TrainerCallback):
 
     @property
     def step_time(self) -> float | None:
-        """Mean seconds per step; None if there were too few.
+        """The mean seconds per step; None if no step was timed.
 
-        Single steps mean little: a GPU works behind the host.
+        The time of a single step means little, because the GPU runs behind the host.
         """
         return fmean(self.durations) if self.durations else None
 
     @property
     def step_time_off(self) -> float | None:
-        """Seconds by which that mean may be off: stretches of the run differ by as much."""
+        """The error of `step_time` in seconds, estimated from the means of parts of the run."""
         size = max(1, len(self.durations) // _STRETCHES)
         starts = range(0, len(self.durations) - size + 1, size)
         means = [fmean(self.durations[start : start + size]) for start in starts]
         return of_median(means) if len(means) > 1 else None
 
-    # --- Its parts -------------------------------------------------------------------------------
+    # --- The parts of a step ---------------------------------------------------------------------
 
     @property
     def timed_steps(self) -> int:
         return max(0, self.steps_trained - WARM_UP_STEPS)
 
     def mark(self, part: str) -> None:
-        """The time since the last mark was that part."""
+        """Assign the time since the last mark to `part`."""
         if not self.on:
             return
         now: Any = time.perf_counter()
@@ -198,7 +198,7 @@ class StepTiming(TrainerCallback):
         self._marks.append((part, now))
 
     def begin_step(self) -> None:
-        """Before the micro-batches of a step are read: the warm-up's last step is counted."""
+        """Before a step reads data: profile the last warm-up step, or start to time the parts."""
         if self.on and self.steps_trained == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
@@ -224,7 +224,7 @@ class StepTiming(TrainerCallback):
 
     @contextlib.contextmanager
     def end_of_step(self, state: TrainerState, control: Any) -> Iterator[None]:
-        """The whole block is the last part of a step, whatever is marked inside."""
+        """Time the whole block as the last part of the step. Marks inside it are ignored."""
         if self._profiler:
             self._profiler.stop()
             self.sent, self._profiler = _counted(self._profiler), None
@@ -236,12 +236,12 @@ class StepTiming(TrainerCallback):
         self._fold()
 
     def finish(self) -> None:
-        """After the last step: nothing is marked any more."""
+        """Add up the remaining parts after the last step, and ignore later marks."""
         self._fold(wait=True)
         self.on = False
 
     def _fold(self, wait: bool = False) -> None:
-        """Add up the parts that the GPU has finished; with `wait`, all parts."""
+        """Add up the parts that the GPU has finished. With `wait`, wait for all parts."""
         if wait and self._cuda:
             torch.cuda.synchronize()
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
@@ -250,7 +250,7 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """The part that follows a step. What every run logs and saves at its end is in none."""
+    """Return the part that the work after a step counts as. No row of timings has "end"."""
     if state.global_step >= state.max_steps:
         return "end"
     if control.should_save or control.should_evaluate:
@@ -259,11 +259,11 @@ def _due(state: TrainerState, control: Any) -> str:
 
 
 def _counted(profiler: profile) -> tuple[int, int, int]:
-    """The passes of a step in which this process exchanged gradients, its collectives and their
-    bytes, as the process group recorded them.
+    """Count the micro-batches of a step that reduced gradients, all collectives of the step and
+    their bytes, as the process group of this process recorded them.
 
-    A reduce inside a backward pass exchanges gradients; what is gathered or broadcast are
-    parameters, buffers and counts.
+    A reduce inside a micro-batch is one of gradients. Gathers and broadcasts carry parameters,
+    buffers and counts.
     """
     events = list(profiler.profiler.kineto_results.events())
     sent = [event for event in events if event.name().startswith(("gloo:", "nccl:"))]

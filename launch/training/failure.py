@@ -1,8 +1,9 @@
 """Runs that failed or were interrupted: the message, how to resume, and the exit code.
 
-When memory runs out, the message says what was asked for, and the next attempt: the next smaller
-micro-batch at the same global batch, or else gradient checkpointing. Both resume from the run's own
-checkpoints. out_of_memory.json in the output folder holds the flags, for `--on_oom next`.
+When memory runs out, the message names the failed allocation and the next attempt: the next
+smaller micro-batch at the same global batch or, if there is none, gradient checkpointing. Both
+resume from the run's own checkpoints. out_of_memory.json in the output folder holds the flags of
+the next attempt, for `--on_oom next`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
 from recipes.run.files import read_json
 
-# Where no smaller micro-batch is left: these train something else, or on another engine.
+# Printed if no next attempt is left. These ways change the training, the engine or the machine.
 OTHER_WAYS = (
-    "a recipe that shards or offloads with another --output_dir, a shorter --max_length, or more memory "
-    "(`recipes plan` ranks what helps)"
+    "use a recipe that shards or offloads with another --output_dir, shorten --max_length, or add memory "
+    "(`recipes plan` ranks these ways)"
 )
 
 
@@ -50,8 +51,8 @@ class OutOfMemory(Failure):
 
 @contextlib.contextmanager
 def explained_by(run: RunSpec) -> Iterator[None]:
-    """An error that leaves this block is reported as one of this run: with the sources of its
-    values, and what its folder holds. Of blocks in each other the innermost counts.
+    """Attach the run to an error that leaves this block. `report` then prints the sources of the
+    run's values and its newest checkpoint. Of nested blocks, the innermost counts.
     """
     try:
         yield
@@ -62,19 +63,19 @@ def explained_by(run: RunSpec) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_noted(world: World) -> Iterator[None]:
-    """For what follows a finished training. A failure is one line, and the run stays finished."""
+    """Print a failure in this block as one note: the training before it is finished."""
     try:
         yield
     except Exception as error:
         same_everywhere = isinstance(error, UserError)
         reason = str(error) if same_everywhere else f"{type(error).__name__}: {one_line(error)}"
-        text = f"{_rank(world)}the run is finished, but not all of its report: {reason}"
+        text = f"{_rank(world)}the run is finished, but its report is incomplete: {reason}"
         print_note(text, console(world.is_main or not same_everywhere, stderr=True))
 
 
 def report(error: BaseException, world: World) -> int:
-    """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
-    run = vars(error).get("run")  # None if it was not resolved
+    """Print `error` and return the exit code. Raise `error` again if it is a bug of this code."""
+    run = vars(error).get("run")  # None if the run was not resolved
     ignore_stop_requests()
     if isinstance(error, UserError):
         if _prints(error, world, met_by_all=True):
@@ -86,7 +87,7 @@ def report(error: BaseException, world: World) -> int:
     storage = None if is_known else storage_failure(error, folder)
     if _prints(error, world, met_by_all=storage is not None):
         if not is_known and storage is None:
-            raise error  # a bug of ours
+            raise error  # a bug of this project
         message = f"{_rank(world)}{_explained(error, storage, folder)}"
         console(stderr=True).print(escape(message), style="red", highlight=False)
     if isinstance(error, Preempted):
@@ -95,7 +96,7 @@ def report(error: BaseException, world: World) -> int:
 
 
 def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Path | None) -> str:
-    """A failure of the machine, the checkpoint that is saved, and how to resume."""
+    """Describe a failure of the machine, the newest saved checkpoint, and how to resume."""
     what, remedy = storage or (str(error), "")
     if isinstance(error, NotANumber):
         what += "; a lower learning rate or fp32 usually helps"
@@ -108,15 +109,15 @@ def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Pa
     again = f"{remedy}, then run the same command again" if remedy else "To resume, run the same command again"
     newest = newest_complete(str(folder)) if folder else None
     if newest:
-        return f"{what}. Saved: {newest}. {again}: it takes the newest valid checkpoint."
+        return f"{what}. Saved: {newest}. {again}: it resumes from the newest valid checkpoint."
     unsaved = f"{what}. Saved: no checkpoint yet." if folder else what
     return f"{unsaved.rstrip('.')}. {again}." if remedy else unsaved
 
 
 def _lost_a_rank(error: BaseException) -> bool:
     if any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe")):
-        return True  # of gloo
-    # Importing it takes seconds, and without it the error is not torch's.
+        return True  # messages of gloo
+    # Importing torch takes seconds. Before torch is imported, no error is torch's.
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
         return False
@@ -124,10 +125,10 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
-    """True on the rank that failed. What happens to all ranks together is printed by one alone.
+    """True on a rank that prints its error. If all ranks fail together, only one rank prints it.
 
-    Of a mistake, and of a bug, that is the first rank of a node, or one whose launcher does not end
-    it, because the first has not met the error.
+    The first rank of each node prints a mistake or a bug. Another rank prints one only if its
+    launcher does not end it, because the first rank has not met the error.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True
@@ -145,9 +146,9 @@ def _rank(world: World) -> str:
 
 @contextlib.contextmanager
 def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> Iterator[None]:
-    """Turn every error that means that memory ran out into `OutOfMemory`.
+    """Raise `OutOfMemory` in place of every error which means that memory ran out.
 
-    `argv` are train.py's arguments. `stop` knows the last step that has ended.
+    `argv` holds train.py's arguments. `stop.step` is the last completed step.
     """
     try:
         yield
@@ -157,7 +158,7 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
         ignore_stop_requests()
         shortage, peak = memory.shortage(error), memory.peak(run.hardware.cuda)  # before anything is freed
         traceback.clear_frames(error.__traceback__)
-        when = f"after step {stop.step}" if stop.step else "before the first step was done"
+        when = f"after step {stop.step}" if stop.step else "before the first step was complete"
         message = f"out of memory {when}: {shortage}"
         if _is_first(run):
             newest, _ = newest_valid(run["output_dir"])
@@ -165,13 +166,13 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
             facts = {"rank": world.rank, "step": stop.step, "peak_bytes": peak, "error": shortage}
             facts |= {"checkpoint": checkpoint, "next": attempt}
             record.note_out_of_memory(Path(run["output_dir"]), facts)
-            message += f"\nmeasured  {memory_size(peak)} at most\nsaved     {checkpoint or 'no checkpoint yet'}"
+            message += f"\nmeasured  a peak of {memory_size(peak)}\nsaved     {checkpoint or 'no checkpoint yet'}"
             message += f"\nnext      {_in_words(run, attempt, checkpoint) if attempt else OTHER_WAYS}"
         raise OutOfMemory(message) from None
 
 
 def _is_first(run: RunSpec) -> bool:
-    """True on the rank that reports it first. out_of_memory.json tells rank 0 why it lost it."""
+    """True on the first rank that runs out. Its out_of_memory.json tells rank 0 the cause."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except FileExistsError:
@@ -191,15 +192,15 @@ def _in_words(run: RunSpec, attempt: Json, checkpoint: str | None) -> str:
 
 
 def next_flags(folder: Path) -> Json | None:
-    """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
+    """Return the flags of the next attempt after a run that ended in `folder`; None if unknown."""
     flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
     return flags if isinstance(flags, dict) else None
 
 
 def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
-    """Flags for the same training in less memory, resumed from its checkpoints.
+    """Return flags that resume the same training in less memory, from its checkpoints.
 
-    None if no flags achieve that. A flag whose value is None is left out.
+    None if no flags achieve that. A flag with the value None must be left out of the command.
     """
     micro, share = run.batch.micro, run.batch.micro * run.batch.accumulation
     attempts: list[Json] = [
@@ -207,7 +208,7 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     ]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
-    # Flags that prevent a resume from the newest checkpoint go; a file's are overridden.
+    # Flags that prevent a resume from the newest checkpoint are removed, or overridden in a file.
     resumed = {
         name: None if run.setting(name).source == COMMAND_LINE else value
         for name, value in {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}.items()

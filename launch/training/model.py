@@ -1,4 +1,4 @@
-"""Tokenizer and model for a run: loaded or made, with 4-bit weights and adapters if asked for."""
+"""A run's tokenizer and model: loaded or created, in 4 bits and with adapters if requested."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ from recipes.run.local_model import is_classifier, max_positions
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token. Raises `UserError` if it does not load."""
+    """Load the model's tokenizer, with a padding token. Raise `UserError` if it does not load."""
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
     with _of_these_files(run, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(expanded(name)), **_origin(run))
     if tokenizer.pad_token is None:
-        # A new token would resize the embeddings.
+        # Adding a new token would resize the embeddings.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
 
 
 def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
-    """The model to train: a PreTrainedModel, or a PeftModel around it. Raises `UserError` if it
-    cannot be loaded.
+    """Load or create the model to train: a PreTrainedModel, or a PeftModel around it.
+
+    Raises `UserError` if the model cannot be loaded.
     """
-    set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
+    set_seed(run["seed"])  # new heads, adapters and models from scratch are equal on every rank
     config = load_config(run, tokenizer, data.labels, data.problem_type)
     if run["model_name_or_path"] and _waits_for_weights(run):
         model = _unread(run, config)
@@ -63,15 +64,15 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
         model = _from_scratch(run, config, len(tokenizer))
     else:
         model = _pretrained(run, config)
-    # With a cache, transformers overlooks where padding-free sequences begin. A model of text and
-    # pictures asks the part about text.
+    # With a cache, transformers ignores where padding-free sequences begin. A multimodal model
+    # reads the setting of its text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
     require_batches_for_batch_norm(run, model)
     return with_adapters(run, model) if run["use_peft"] else model
 
 
 def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The class names of a model that was trained to classify, in its order. Empty for others."""
+    """Return the class names of a trained classifier, by output; empty for any other model."""
     config = load_config(run, tokenizer)
     if not is_classifier({"architectures": config.architectures}):
         return []
@@ -79,19 +80,19 @@ def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str
 
 
 def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpec, list[Problem]]:
-    """The run with its model's configuration, and max_length lowered to what the model takes; and
-    the advice about it that `check` could not give before.
+    """Add the model's configuration to the run, and limit max_length and packing to what the model
+    supports. Return the run, and the advice that `check` cannot give without the configuration.
 
-    Raises `UserError` for what `check` refuses of a local folder, and of the Hub only now.
+    Raises `UserError` for errors that `check` finds earlier if the model is in a local folder.
     """
     config = load_config(run, tokenizer)
     content = described(config)
     known = replace(run, model=content)
     known = known.limited("max_length", max_positions(content), "the longest sequence of this model")
-    cls = auto_class(run)._model_mapping.get(type(config), None)  # None: its code comes with its weights
+    cls = auto_class(run)._model_mapping.get(type(config), None)  # None: its code comes with the weights
     found = [*new_problems(known, run), *(refused_by_class(known, cls) if cls else ())]
     if run["gradient_checkpointing"] and cls and not cls.supports_gradient_checkpointing:
-        what, fix = f"{cls.__name__} does not support it", "--gradient_checkpointing false"
+        what, fix = f"{cls.__name__} has no gradient checkpointing", "--gradient_checkpointing false"
         found.append(run.with_source(Problem("gradient_checkpointing", what, fix)))
     errors = [problem for problem in found if problem.severity == "error"]
     if errors:
@@ -101,22 +102,22 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
 
 
 def described(config: PreTrainedConfig) -> Json:
-    """A configuration as a config.json has it, and under the names that all types share."""
+    """Return the content of a config.json, also under the names that all model types share."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
     content, text = {**config.to_dict(), **shared}, config.get_text_config()
     return content if text is config else {**content, "text_config": described(text)}
 
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
-    """Number of parameters of a loaded model: tied ones once, shards whole, two per byte of 4-bit
-    weights.
+    """Count the parameters of a loaded model. Tied parameters count once, a shard counts as the
+    whole parameter, and a byte of 4-bit weights counts as two.
     """
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 
 def saved_bytes(model: torch.nn.Module, run: RunSpec) -> int:
-    """Estimate the bytes of the final trained weights and of one checkpoint. A checkpoint holds the
-    trained weights again, and the optimizer's states.
+    """Estimate the bytes of the final trained weights plus one checkpoint. The checkpoint holds the
+    trained weights again and the optimizer's states.
     """
     width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
     of_optimizer = 0 if run["save_only_model"] else optimizer_bytes_per_parameter(run)
@@ -136,13 +137,13 @@ def _size(parameter: torch.nn.Parameter) -> int:
 def load_config(
     run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None, problem_type: str | None = None
 ) -> PreTrainedConfig:
-    """The configuration of the run's model, with `labels` as its outputs."""
+    """Return the configuration of the run's model, with `labels` as the classes of a classifier."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id
     if run["from_scratch"] and hasattr(config, "quantization_config"):
-        del config.quantization_config  # of the weights that are not read
+        del config.quantization_config  # describes weights that are not read
     if labels is not None:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
@@ -151,15 +152,15 @@ def load_config(
 
 
 def read_config(run: Settings) -> PreTrainedConfig:
-    """The configuration as the folder or the Hub has it. Raises `UserError` if it is not valid."""
+    """Read the configuration from the folder or the Hub. Raise `UserError` if it is not valid."""
     with _of_these_files(run, "model"):
         return AutoConfig.from_pretrained(str(expanded(run["model_name_or_path"])), **_origin(run))
 
 
 @contextlib.contextmanager
 def _of_these_files(run: Settings, what: str) -> Iterator[None]:
-    """An error in this block is one of the files of `model_name_or_path`: parsers and classes raise
-    anything for what they do not expect.
+    """Raise `UserError` in place of an error in this block, which reads `model_name_or_path`.
+    Parsers and model classes raise any kind of error for files that they do not expect.
     """
     try:
         yield
@@ -167,29 +168,28 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
         name, attention = run["model_name_or_path"], run["attn_implementation"]
         if ran_out(error) or isinstance(error, UserError) or not (name or attention):
             raise
-        flag, fix = "model_name_or_path", "a folder that save_pretrained of model and tokenizer wrote, for this --task"
+        flag, fix = "model_name_or_path", "use a folder from save_pretrained of model and tokenizer, for this --task"
         if "trust_remote_code" in str(error):
-            flag, fix = "trust_remote_code", "read the Python code that it comes with, then --trust_remote_code"
+            flag, fix = "trust_remote_code", "read the model's own Python code, then set --trust_remote_code"
         elif attention and re.search("ttention|attn|`kernels`", str(error)):
-            flag, fix = "attn_implementation", "leave it out, for the best one that the model supports"
+            flag, fix = "attn_implementation", "leave it out: the default is the best that the model supports"
         elif existing_path(name) is None:
-            fix = "a local folder; or for the Hub, check the spelling, the network and `hf auth login`"
+            fix = "use a local folder; for the Hub, check the spelling, the network and `hf auth login`"
         cannot = f"{name or 'the demonstration'} cannot be loaded as a {what}: {one_line(error)}"
         raise mistake(flag, cannot, fix) from None
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
-    """The model with random weights: the same on every rank, and on a CPU under every engine.
-
-    Under ZeRO-3 a GPU draws the numbers, and others than a CPU.
+    """Create the model with random weights. They are equal on all ranks, and on CPUs also under all
+    engines. Under ZeRO-3 a GPU draws the numbers, which differ from a CPU's.
     """
     known = config.get_text_config().vocab_size
     if vocabulary > known:
-        what = f"its tokenizer knows {vocabulary:,} tokens, more than vocab_size {known:,}"
-        raise mistake("from_scratch", what, f"vocab_size {vocabulary} in its config.json")
+        what = f"the tokenizer has {vocabulary:,} tokens, more than vocab_size {known:,}"
+        raise mistake("from_scratch", what, f"set vocab_size {vocabulary} in the model's config.json")
     with _of_these_files(run, "model"):
         model = _built(run, config)
-    # Once more: the layers' own constructors have drawn numbers too, but not under ZeRO-3.
+    # Initialize again, as the layers' constructors draw random numbers too, but not under ZeRO-3.
     for module in model.modules():
         module._is_hf_initialized = False
     set_seed(run["seed"])
@@ -204,13 +204,13 @@ def _built(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _waits_for_weights(run: Settings) -> bool:
-    """True if FSDP2 sends this process the weights of rank 0; transformers would read them too."""
+    """True if FSDP2 sends rank 0's weights to this process, which then need not read them."""
     sends = is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not run["load_in_4bit"]
     return sends and torch.distributed.get_rank() > 0
 
 
 def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with weights in memory that nobody has touched, which takes no RAM."""
+    """Create the model with uninitialized weights. Memory that is never written takes no RAM."""
     with no_init_weights():
         model = _built(run, config)
     model.tie_weights()
@@ -221,12 +221,12 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
-        if not is_deepspeed_zero3_enabled():  # places the weights itself and refuses a device map
+        if not is_deepspeed_zero3_enabled():  # ZeRO-3 places the weights itself and refuses a device map
             on_cpu = run["use_cpu"] or not torch.cuda.is_available()
             options["device_map"] = {"": "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))}
     with _of_these_files(run, "model"):
         name = run["model_name_or_path"]
-        if folder := existing_path(name):  # absolute: an adapter names its base, and is loaded from anywhere
+        if folder := existing_path(name):  # absolute: an adapter saves this path, and may be loaded from any folder
             name = str(folder.resolve())
         model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
     weights = [weight for weight, _ in model.named_parameters()]
@@ -234,12 +234,12 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     is_new_head = run["task"] == "sequence_classification" and not any(
         weight.startswith(f"{model.base_model_prefix}.") for weight in lacking
     )
-    if len(lacking) == len(weights):  # the files hold another model, or none
+    if len(lacking) == len(weights):  # the files hold another model or no weights
         what = f"{name} holds none of the {len(weights)} weights that its config.json describes, such as {lacking[0]}"
-        raise mistake("model_name_or_path", what, "the weights that were saved with that config.json")
+        raise mistake("model_name_or_path", what, "use the weights that were saved with this config.json")
     if lacking and not is_new_head:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
-        note = f"{name} lacks {lacking[0]}{more}: random values to start with"
+        note = f"{name} lacks {lacking[0]}{more}: initialized with random values"
         print_note(note, console(os.environ.get("RANK", "0") == "0"))
     return model
 
@@ -260,13 +260,13 @@ def _attention(run: Settings) -> dict[str, object]:
 
 
 def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> None:
-    """Raises `UserError` if BatchNorm would get a single example: it fails, or learns nothing of
-    how examples differ. SyncBatchNorm sees the examples of all processes.
+    """Raise `UserError` if BatchNorm would get a single example: BatchNorm then fails, or cannot
+    learn how examples differ. SyncBatchNorm gets the examples of all processes.
     """
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
     if has_own and run["per_device_train_batch_size"] == 1:
-        fix = "--per_device_train_batch_size 2, and a --global_batch_size that it and the processes divide"
+        fix = "set --per_device_train_batch_size 2, and a --global_batch_size divisible by 2 x the processes"
         raise mistake("per_device_train_batch_size", "is 1, and this model's BatchNorm needs 2 examples", fix)
 
 
@@ -280,21 +280,21 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
         bnb_4bit_compute_dtype=compute,
-        # FSDP shards floats of one type only: weights stored as bytes stay whole on each GPU.
+        # FSDP shards only floats of one type: weights stored as bytes would stay whole on each GPU.
         bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )
 
 
 def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
-    """The model with LoRA, whose weights are float32 under mixed precision.
+    """Add LoRA to the model. Under mixed precision, the weights of LoRA are float32.
 
-    The frozen weights keep the type `dtype`, also beside those in 4 bits: peft's own preparation
-    would turn embeddings and head to float32, and with them all that the layers hand on.
+    The frozen weights keep the type `dtype`, also in a 4-bit model: peft's own preparation would
+    convert embeddings and head to float32, and thereby all activations between the layers.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
     if run["gradient_checkpointing"]:
-        model.enable_input_require_grads()  # frozen embeddings would cut the recomputed blocks off the graph
+        model.enable_input_require_grads()  # else frozen embeddings cut the recomputed blocks off the graph
     lora = LoraConfig(
         r=run["lora_r"],
         lora_alpha=run["lora_alpha"],
@@ -305,23 +305,23 @@ def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
     )
     try:
         adapted = get_peft_model(model, lora)
-    except ValueError as error:  # for example, LoRA on experts does not support dropout
+    except ValueError as error:  # for example, LoRA on experts refuses dropout
         fix = what_peft_accepts(" ".join(str(error).split()), run["use_dora"])
         raise mistake("use_peft", f"peft refuses this model: {one_line(error)}", fix) from None
     if (run["bf16"] or run["fp16"]) and not (is_fsdp_enabled() or is_deepspeed_zero3_enabled()):
         for parameter in filter(lambda one: one.requires_grad, adapted.parameters()):
-            parameter.data = parameter.data.float()  # peft copies a classifier's head in the type of the model
+            parameter.data = parameter.data.float()  # peft copies a classifier's head in the model's type
     return adapted
 
 
 def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
-    """All linear layers, or the named ones: peft would leave a wrong name out in silence."""
+    """Return the modules that get LoRA. Raise `UserError` for a name that peft would ignore."""
     wanted = run["lora_target_modules"]
     if not wanted or wanted == ["all-linear"]:
         return "all-linear"
     modules = {f".{name}": type(module).__name__ for name, module in model.named_modules()}
     if missing := [target for target in wanted if not any(name.endswith(f".{target}") for name in modules)]:
         linear = {name.rpartition(".")[2] for name, kind in modules.items() if re.search("Linear|Conv1D", kind)}
-        fix = "some of " + ", ".join(sorted(linear)[:12])
+        fix = "name some of " + ", ".join(sorted(linear)[:12])
         raise mistake("lora_target_modules", f"the model has no module {', '.join(missing)}", fix)
     return wanted

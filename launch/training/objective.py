@@ -1,4 +1,4 @@
-"""The loss of a classifier, and the metrics that say how good it is."""
+"""The loss of a classifier, and the metrics of its evaluation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from launch.data.encode import IGNORED
 
 @dataclass(frozen=True)
 class MeanOverExamples:
-    """The loss, for `Trainer(compute_loss_func=...)`: each example of a global batch has the same
-    weight, whatever its micro-batch.
+    """A loss for `Trainer(compute_loss_func=...)`, in which each example of a global batch has the
+    same weight, whatever its micro-batch.
 
-    It is transformers' for the `problem_type`: cross entropy, or the mean over an example's outputs
-    of the binary cross entropy or of the squared error.
+    The loss is that of transformers for the `problem_type`: cross entropy, or the mean over an
+    example's outputs of the binary cross entropy or of the squared error.
     """
 
     problem_type: str
-    label_smoothing: float = 0.0  # of cross entropy
+    label_smoothing: float = 0.0  # for cross entropy only
 
     def __call__(self, outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
         logits = outputs["logits"].float()
@@ -46,13 +46,13 @@ class MeanOverExamples:
 
 
 def filler(labels: torch.Tensor) -> float:
-    """The label of an example that is not counted."""
+    """Return the label that marks an example which does not count."""
     return float("nan") if labels.is_floating_point() else IGNORED
 
 
 def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch as Trainer counts its items: it compares each number of `labels` with -100, which
-    may be a number to learn, and an example with several labels is one item.
+    """Return the batch for Trainer's count of items, which counts each label other than -100. But
+    -100 may be a number to learn, and an example with several labels is one item.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.is_floating_point():
@@ -66,7 +66,7 @@ def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Metrics:
-    """For `Trainer(compute_metrics=...)`: those of `recipes.run.metrics`, from scikit-learn."""
+    """Computes the metrics of `recipes.run.metrics`, for `Trainer(compute_metrics=...)`."""
 
     problem_type: str
 
@@ -75,14 +75,14 @@ class Metrics:
         if self.problem_type == "regression":
             return _of_numbers(logits, labels.reshape(logits.shape))
         if self.problem_type == "multi_label_classification":
-            return _of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # 0: as likely as not
+            return _of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # logit 0: probability 0.5
         return _of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
 
 
 def _of_classes(predicted: np.ndarray, right: np.ndarray, averages: tuple[str, ...]) -> dict[str, float]:
     from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 
-    # Of a class without examples or predictions all is 0, without a warning.
+    # A class without examples or predictions gets 0, without a warning.
     figures = partial(precision_recall_fscore_support, right, predicted, zero_division=0.0)
     precision, recall, *_ = figures(average="macro")
     return {
@@ -99,15 +99,15 @@ def _of_numbers(predicted: np.ndarray, right: np.ndarray) -> dict[str, float]:
     return {
         "mse": float(mean_squared_error(right, predicted)),
         "mae": float(mean_absolute_error(right, predicted)),
-        # The share of the variance that is explained; one example has none.
+        # The explained share of the variance; a single example has no variance.
         "r2": float(r2_score(right, predicted)) if len(right) > 1 else 0.0,
     }
 
 
 def _joined(given: Any) -> np.ndarray:
-    """One array of all examples. If a model returns more than logits, they come first.
+    """Join all examples into one array. Of several outputs of a model, the first is its logits.
 
-    With `--eval_do_concat_batches false` there is a list, with an entry for each batch.
+    With `--eval_do_concat_batches false`, `given` is a list with one entry per batch.
     """
     batches = given if isinstance(given, list) else [given]
     return np.concatenate([batch[0] if isinstance(batch, tuple) else batch for batch in batches])

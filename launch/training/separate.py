@@ -1,11 +1,11 @@
-"""The proof that a model keeps the examples of a packed or padding-free row apart.
+"""A test that a model keeps the examples of a packed or padding-free row apart.
 
-It is tried, as the source does not tell. OPT takes position_ids and lets every token see all before
-it, and layers with a state (Mamba, Jamba, LFM2) carry it on, whatever the mask.
+The test runs a model, because the source does not tell. OPT takes position_ids, yet every token
+sees all tokens before it. Layers with a state (Mamba, Jamba, LFM2) keep it across examples.
 
-A narrow twin with random weights is tried, before the model is loaded: FlashAttention is imitated,
-as it has no version for a CPU. There is no threshold: the gradient of the second example's outputs
-by the embeddings of the first is taken, and any number but 0 is a leak.
+The test runs on a narrow twin with random weights, before the model is loaded. FlashAttention is
+imitated, as it has no CPU version. There is no threshold: any gradient other than 0 of the second
+example's outputs with respect to the first example's embeddings is a leak.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recipes.quiet import silence
 from recipes.run import RunSpec, Settings
 
 _FIRST, _SECOND = 5, 7  # tokens of the two examples: a block of 2, 4 or 8 tokens holds some of both
-_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # of widths: the first that leaves enough, and fits the heads
+_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # of widths: the first that leaves _LEAST_WIDTH and fits the heads is used
 _LEAST_WIDTH = 16
 _MOST_WEIGHTS = 60_000_000
 _WIDTHS = re.compile(r"(size|dim|dims|rank|embd|inner|width|d_head|d_model|d_ff|d_ssm)$|^dim_|_dim_|intermediate")
@@ -36,31 +36,31 @@ _FLASH = "flash_attention_on_cpu"
 
 
 def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunSpec, list[Problem]]:
-    """The run without packing if its model mixes examples and nobody asked for packing; and the
-    advice that says so. Raises `UserError` if somebody asked.
+    """Turn packing off, with advice, if the model mixes examples or cannot be tested. Raise
+    `UserError` instead if the user asked for packing.
     """
     packs = run["task"] == "causal_lm" and run["packing"] and run["packing_strategy"] == "bfd"
     mixes = _twin_mixes(run, config) if packs else False
     if mixes is False:
         return run, []
     what = f"a {config.model_type} model lets the examples of a row see each other"
-    reason = what if mixes else f"whether {what} cannot be tried"
+    reason = what if mixes else f"it is unknown whether {what}"
     if run.explicit("packing"):
         raise mistake("packing", reason, "--packing_strategy wrapped, or --packing false")
-    fix = "--packing_strategy wrapped, to join them"
+    fix = "set --packing_strategy wrapped to join the examples"
     return run.limited("packing", False, reason), [Problem("packing", f"is off: {reason}", fix, severity="advice")]
 
 
 def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
-    """True if a narrow model of the same configuration mixes examples. None if none can be made, as
-    for a model whose code comes with its weights.
+    """True if a narrow model of the same configuration mixes examples. None if no such model can be
+    tested, as for a model whose code comes with its weights.
     """
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     attention = run["attn_implementation"] or config._attn_implementation or ""
     flash = "flash" in attention
     hidden = getattr(config, "hidden_size", None) or 64 * _LEAST_WIDTH
     for by in (by for by in _DIVISORS if kind and (by == 1 or hidden // by >= _LEAST_WIDTH)):
-        # A type's own code may raise anything for sizes and inputs that it does not expect.
+        # A model's own code may raise any error for sizes and inputs that it does not expect.
         with silence(), contextlib.suppress(Exception):
             twin = _made(kind, _narrowed(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
             if flash:
@@ -72,8 +72,8 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
 
 
 def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
-    """True if what the second example of a row says depends on the first one. None if no token
-    depends on the one before it, as in a layer norm of one number.
+    """True if the outputs of a row's second example depend on its first example. None if no output
+    depends on the token before, as after a layer norm over a single number.
     """
     embedded = []
 
@@ -97,13 +97,13 @@ def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
 
 
 def _narrowed(value: Any, by: int, name: str = "") -> Any:
-    """A configuration, or a value of one, with its widths divided, and few tokens and experts."""
+    """Divide the widths in a configuration or a value of one, and keep few tokens and experts."""
     if isinstance(value, PreTrainedConfig):
         for field, part in vars(value).items():
             setattr(value, field, _narrowed(part, by, field))
     elif isinstance(value, dict):
         return {key: _narrowed(part, by, str(key)) for key, part in value.items()}
-    elif isinstance(value, list) and name in ("short_factor", "long_factor"):  # of LongRoPE, for each angle
+    elif isinstance(value, list) and name in ("short_factor", "long_factor"):  # LongRoPE: one per angle
         return value[: len(value) // by]
     elif isinstance(value, list):
         return [_narrowed(part, by, name) for part in value]
@@ -117,12 +117,12 @@ def _narrowed(value: Any, by: int, name: str = "") -> Any:
 
 
 def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
-    """The model in float32. Its weights are moved: some branches begin with zeros, and lead nothing
-    on.
+    """Create the model in float32, with noise added to its weights: branches that start with zeros
+    would hide a dependency.
     """
     if not isinstance(config, kind.config_class):
         config = config.get_text_config()
-    config.use_cache = False  # as in a training
+    config.use_cache = False  # as in training
     config._attn_implementation, config._experts_implementation = attention, "eager"
     with torch.device("meta"):
         if kind(config).num_parameters() > _MOST_WEIGHTS:
@@ -138,14 +138,14 @@ def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str 
 def _imitate_flash_attention(model: PreTrainedModel) -> None:
     ALL_ATTENTION_FUNCTIONS[_FLASH] = _flash_attention
     ALL_MASK_ATTENTION_FUNCTIONS[_FLASH] = flash_attention_mask
-    model.config._attn_implementation = _FLASH  # only now: its constructor looks for the kernel
+    model.config._attn_implementation = _FLASH  # only now: a model's constructor looks for the kernel
 
 
 def _flash_attention(
     module, query, key, value, attention_mask=None, scaling=None, position_ids=None, cu_seq_lens_q=None, **_
 ):
-    """Attention among the tokens that a kernel of FlashAttention shows each other: `cu_seq_lens_q`
-    tells examples apart, else position_ids, and those only in a batch of one row.
+    """Compute attention as a FlashAttention kernel does, within each example. `cu_seq_lens_q`
+    separates the examples. Without it position_ids do, but only in a batch of one row.
     """
     rows, _, length, _ = query.shape
     example = torch.zeros(rows, length)

@@ -1,9 +1,9 @@
-"""The results of a run, and with `--measure` the row of timings of its steps.
+"""The results of a run and, with `--measure`, the row of timings of its steps.
 
-After the training, and without touching its weights, one of its steps is repeated in pairs: with
-the exchange of gradients, and on the bare model without. The difference is the exposed
-communication time. The step without exchange is what a perfect network would give; what it takes
-longer beside other processes than alone is contention.
+After the training, one of its steps is repeated in pairs, without changing the weights: once with
+the collectives of gradients, once on the bare model without them. The difference is the exposed
+communication time. The step without collectives takes as long as with a perfect network. The time
+by which it is longer beside other processes than alone is contention.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from recipes.run.spec import BATCH_FIELDS
 from recipes.scaling.causes import wire_time
 from recipes.scaling.timings import PARTS, Timing, append, name_of
 
-# The shorter a step, the more a disturbance changes it: as many pairs as fit into a second.
+# Disturbances change a short step most, so a short step is repeated more: for a second in all.
 _TRIES, _MOST_PAIRS, _SECONDS_OF_PAIRS = 5, 40, 1.0
 _FEW_BYTES = 8
-# Jobs of one training may differ in these: where they write, how long they train and the batch.
+# The jobs of one training may differ in these settings: output, length and batch.
 _OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_steps", "num_train_epochs"}
 
 
 def add_timings_row(run: RunSpec, world: World, trainer: RecipeTrainer, results: Json) -> bool:
-    """Add a row to the file of `--measure`. All ranks call it. False if no step was timed.
+    """Add a row to the file of `--measure`. Return False if no step was timed. All ranks call this.
 
     Raises `UserError` if the row cannot be added.
     """
@@ -58,7 +58,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     ranks = gather_object([{**own, **{part: timing.seconds[part] / steps for part in PARTS}}])
     parts: Json = {part: fmean(rank[part] for rank in ranks) for part in PARTS if part != "communication"}
     step_time = sum(parts.values())
-    for part in ("logging", "saving"):  # one process writes, and the time that others wait for it is not `other`
+    for part in ("logging", "saving"):  # one process writes: the wait of the others is not `other`
         longest = max(rank[part] for rank in ranks)
         parts["other"] -= min(parts["other"], longest - parts[part])
         parts[part] = longest
@@ -66,7 +66,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     waits, known = [rank["data_wait"] for rank in ranks], Json()
     if world > 1 and max(waits):
         known["data_wait_rank"] = waits.index(max(waits))
-    # Unknown under ZeRO and FSDP, whose models cannot run without their exchange.
+    # Unknown under ZeRO and FSDP, whose models cannot run without their collectives.
     if run.engine.kind in ("single", "ddp") and timing.first_batches[0]:
         exchanging, bare = _repeated(trainer, step_time)
         pairs = zip(_slowest(exchanging), _slowest(bare), strict=True)
@@ -81,7 +81,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
             slowest = ranks[rank := alone.index(max(alone))]
             known |= {"slowest_rank": rank, "slowest_host": slowest["host"], "slowest_device": slowest["device"]}
 
-    if timing.sent and world > 1:  # a single process is asked for exchanges too, and sends nothing
+    if timing.sent and world > 1:  # a single process calls collectives too, but sends nothing
         known["syncs"], known["collectives"], size = timing.sent
         known["sync_bytes"] = size
         if known["syncs"]:
@@ -122,14 +122,14 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
 
 
 def _command(run: RunSpec) -> str:
-    """The flags that make this training what it is at any size: rows with the same are paired."""
+    """Return the flags that define this training at any size. Rows with equal flags are paired."""
     given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
     flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
     return shlex.join(with_flags([], flags))
 
 
 def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]]]:
-    """The first timed step again and again, with its exchange of gradients and without."""
+    """Time the first timed step repeatedly, with its collectives of gradients and without them."""
     timing, wrapped = trainer.timing, trainer.model_wrapped
     bare, state = getattr(wrapped, "module", wrapped), trainer.accelerator.gradient_state
     batches, items = timing.first_batches
@@ -147,7 +147,7 @@ def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]
 
 
 def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
-    """Seconds of a pass that do not depend on its examples, from a micro-batch and half of it.
+    """Estimate the seconds of a micro-batch that do not depend on its size, by halving it.
 
     None if a micro-batch cannot be halved: a single example, or several joined into one row.
     """
@@ -166,26 +166,26 @@ def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
 
 
 def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
-    """Bandwidth and latency of the link while nothing else runs: an all-reduce of as many bytes as
-    those of a step, and a small one.
+    """Measure the bandwidth and latency of the link while nothing else runs, by all-reduces of
+    `size` bytes and of a few bytes.
 
-    Bus bandwidth as nccl-tests define it (doc/PERFORMANCE.md): S/t x 2(p-1)/p.
+    The bandwidth is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md): S/t x 2(p-1)/p.
     """
     tensors = (torch.zeros(max(1, size // 4), device=device), torch.zeros(_FEW_BYTES // 4, device=device))
     for tensor in tensors:
-        dist.all_reduce(tensor)  # the first sets up connections
+        dist.all_reduce(tensor)  # the first one sets up connections
     large, small = _compared([partial(dist.all_reduce, tensor) for tensor in tensors], _TRIES, device)
     return size / median(_slowest(large)) * 2 * (world - 1) / world, median(_slowest(small))
 
 
 def _slowest(ranks: list[list[float]]) -> list[float]:
-    """The seconds of the slowest process in each try."""
+    """Return the seconds of the slowest process in each try."""
     return [max(took) for took in zip(*ranks, strict=True)]
 
 
 def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.device) -> list[list[list[float]]]:
-    """Seconds of each work, by process and try. The works take turns, and all processes begin one
-    together.
+    """Return the seconds of each work, by process and try. The works take turns, and all processes
+    begin a work together.
     """
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     own: list[list[float]] = [[] for _ in works]
@@ -205,14 +205,14 @@ def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.d
 
 
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> Json:
-    """Trainer's own metrics under its names, with tokens, steady step time, peak memory and MFU.
+    """Return Trainer's metrics, with speed in tokens, steady step time, peak memory and MFU.
 
-    Times are in seconds, memory in bytes. All ranks call it: the tokens of all are added up.
+    Times are in seconds, memory in bytes. All ranks call this, as it sums the tokens of all ranks.
     """
     state, timing = trainer.state, trainer.timing
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     steps = timing.steps_trained
-    # Only here does the count leave the device. Processes that share examples count the same ones.
+    # The count leaves the device only here. Processes that share examples count the same tokens.
     tokens = torch.as_tensor(trainer.tokens_seen, device=trainer.args.device).reshape(1)
     tokens_per_step = int(trainer.accelerator.gather(tokens).sum()) / run.engine.parallelism.sharing / max(1, steps)
     entries: Json = {
@@ -232,7 +232,7 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         "log_history": state.log_history,
     }
     if not steps:
-        entries["train_loss"] = None  # Trainer says 0: an earlier start has trained all of it
+        entries["train_loss"] = None  # Trainer reports 0, but an earlier start trained all steps
     if timing.step_time:
         entries["samples_per_second"] = run.batch.total / timing.step_time
         entries["tokens_per_second"] = tokens_per_step / timing.step_time
@@ -241,8 +241,8 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
 
 
 def utilisation(run: RunSpec, trainer: RecipeTrainer, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilisation: the share of the GPUs' bf16 peak. None if the peak is unknown, or if
-    the formula does not hold: it needs packed rows and a whole model that is trained.
+    """Return the model FLOPs utilisation: the share of the GPUs' bf16 peak. None if it is unknown
+    or if the formula does not hold: it needs packed rows, and all weights trained.
     """
     peak, model = run.hardware.peak_flops, trainer.model
     is_whole = run["packing"] and run["task"] == "causal_lm" and not run["use_peft"]
@@ -256,7 +256,7 @@ def utilisation(run: RunSpec, trainer: RecipeTrainer, tokens_per_second: float) 
 
 
 def peak_memory() -> Json:
-    """The peak of this process in bytes: allocated on its GPU, else resident in RAM."""
+    """Return the peak memory of this process in bytes: allocated on its GPU, or resident in RAM."""
     if torch.cuda.is_available():
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "allocated on the first GPU"}
     return {"peak_memory_bytes": memory.peak(cuda=False), "peak_memory_of": "of RAM in the first process"}

@@ -1,5 +1,5 @@
-"""Trainer, with the training that a recipe promises: the same on any hardware and after any resume,
-complete checkpoints, and no wait for the GPU between logs.
+"""A Trainer that trains as the recipe promises: equally on any hardware and after any resume, with
+complete checkpoints, and without waiting for the GPU between logs.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from recipes.run import Json, RunSpec, Settings
 
 
 class RecipeTrainer(CommittingTrainer):
-    """Trainer with complete checkpoints, without flop counting in every micro-batch, and with a
-    token count that never waits for the GPU. A stream resumes where its checkpoint was.
+    """Trainer with complete checkpoints, without FLOP counting in every micro-batch, and with a
+    token count that never waits for the GPU. A stream resumes at the place in its checkpoint.
 
-    accelerate fills up the last batch of an epoch or evaluation with examples that were used
-    already (accelerate#2316). Here each example counts once, on any number of processes.
+    accelerate fills up the last batch of an epoch or evaluation with examples that were already
+    used (accelerate#2316). RecipeTrainer counts each example once, on any number of processes.
 
-    `run` has the settings that TrainingArguments has no field for. `any_world` reads DeepSpeed's
-    checkpoints of another number of processes.
+    `run` holds the settings without a field in TrainingArguments. `any_world` reads DeepSpeed
+    checkpoints that another number of processes wrote.
     """
 
     label_smoother: Any
     tokens_seen: torch.Tensor | int = 0
-    loaded_step: int | None = None  # of the best model, if that was loaded at the end
-    _evaluated: list[float] | None = None  # sums in an evaluation: the losses of its items, and the items
-    _items: Any = None  # of the last batch, or of all of a step
-    _checkpoint: str | None = None  # the last one that was saved or read
-    _owed: bool = False  # an evaluation of its step was cut short by a signal
-    _last_round: int = -1  # examples in an epoch's last round of micro-batches, -1 or 0: all
-    _places: Places | None = None  # of a stream
+    loaded_step: int | None = None  # the step of the best model if it was loaded at the end
+    _evaluated: list[float] | None = None  # in an evaluation: the sum of item losses, and the number of items
+    _items: Any = None  # the number of items in the last step or evaluation batch
+    _checkpoint: str | None = None  # the checkpoint that was saved or read last
+    _owed: bool = False  # a signal cut short the evaluation of the checkpoint
+    _last_round: int = -1  # from examples_in_last_round
+    _places: Places | None = None  # for a stream only
 
     def __init__(self, *args, run: Settings | None = None, any_world: AnyWorld | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -73,13 +73,13 @@ class RecipeTrainer(CommittingTrainer):
         self.add_callback(self.timing)
         self.remove_callback(PrinterCallback)  # Trainer adds it when its own progress bar is off
         if self.compute_loss_func is not None:
-            self.model_accepts_loss_kwargs = False  # classifiers accept **kwargs and ignore the count in them
+            self.model_accepts_loss_kwargs = False  # classifiers accept **kwargs but ignore the item count
         elif self.label_smoother is not None:
-            # Trainer shifts labels for names of classes that it knows (transformers#27161). FSDP2
-            # renames them, remote code has its own: such a model would learn to repeat each token.
+            # Trainer shifts labels only for class names that it knows (transformers#27161). Under
+            # FSDP2 and in remote code names differ: such a model would learn to repeat each token.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
-        self.num_parameters = parameter_count(self.model)  # before an engine divides them
+        self.num_parameters = parameter_count(self.model)  # before an engine shards them
         if run is not None:
             apply_ddp_settings(self, run)
         if self.accelerator.is_fsdp2:
@@ -95,15 +95,15 @@ class RecipeTrainer(CommittingTrainer):
         return output
 
     def make_readable(self, checkpoint: Path | None) -> None:
-        """Make a checkpoint readable that only another number of processes could read. All ranks
-        call it, before `train` resumes from it.
+        """Make the checkpoint of another number of processes readable. All ranks call this before
+        `train` resumes from the checkpoint.
         """
         if self.any_world is not None:
             self.any_world.prepare(checkpoint)
 
     def _run_epoch(self, *args, **kwargs):
-        # Trainer checks these only after a step, so a run resumed at its last step would take one
-        # more.
+        # Trainer checks these conditions only after a step: a run resumed at its last step would
+        # take one more.
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return None
@@ -124,23 +124,23 @@ class RecipeTrainer(CommittingTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         if self._places is not None:
-            self.state.epoch = self.state.global_step / self.state.max_steps  # Trainer counts from the resume
+            self.state.epoch = self.state.global_step / self.state.max_steps  # Trainer counts epochs from the resume
         with self.timing.end_of_step(self.state, self.control):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
-        """0: counting walks every parameter in each micro-batch."""
+        """Return 0, as counting would walk every parameter in each micro-batch."""
         return 0
 
     def require_finite_weights(self) -> None:
-        """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are in no log.
+        """Raise `NotANumber` if a trained weight is NaN or infinite: no log shows the last update.
 
-        All ranks call it: under FSDP each sees its own shards only.
+        All ranks call this, because under FSDP each rank sees only its own shards.
         """
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
         broken = gather_object([name for name, weight in trained if not bool(torch.isfinite(weight).all())])
         if broken:
-            raise NotANumber(f"the weights are not numbers after step {self.state.global_step} ({broken[0]})")
+            raise NotANumber(f"weights are NaN or infinite after step {self.state.global_step} ({broken[0]})")
 
     # --- Examples --------------------------------------------------------------------------------
 
@@ -151,14 +151,14 @@ class RecipeTrainer(CommittingTrainer):
         places = Places(args.world_size // sharing, max(1, args.dataloader_num_workers), self.train_dataset.shards)
         if self._checkpoint is not None and not args.ignore_data_skip:
             places = places.found_in(Path(self._checkpoint), args.process_index, args.world_size)
-        self._places, args.ignore_data_skip = places, True  # it begins where it is to go on
+        self._places, args.ignore_data_skip = places, True  # the stream itself begins at the place of the resume
         return places.loader(self.train_dataset, self.data_collator, args.process_index // sharing, args)
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler = super()._get_train_sampler(*args, **kwargs)
         if isinstance(sampler, LengthGroupedSampler):
-            # Trainer groups what one process trains on in a step, and shuffles with random numbers
-            # that a resume in the second epoch does not have.
+            # Trainer groups the examples of one process in a step, and shuffles with random numbers
+            # that a resume in the second epoch cannot repeat.
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             sampler.batch_size, sampler.generator = self.get_total_train_batch_size(self.args), torch.Generator()
             sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)
@@ -173,46 +173,46 @@ class RecipeTrainer(CommittingTrainer):
         return samples, items
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        self.timing.mark("data_wait")  # from here on the processes add up their items
+        self.timing.mark("data_wait")  # after this, the processes add up their items
         if batch_samples and self.accelerator.gradient_state.end_of_dataloader:
             self._forget_repeated_examples(batch_samples[-1])
         items = super()._get_num_items_in_batch([countable(batch) for batch in batch_samples], device)
         if torch.is_tensor(items) and self.accelerator.is_fsdp2 and self.accelerator.parallelism_config is None:
-            items = items.long()  # FSDP2 rounds floats that the model is given: in bf16, 654 items are 656
+            items = items.long()  # FSDP2 rounds float inputs of the model: in bf16, 654 items are 656
         self._items = items
         return items
 
     def _forget_repeated_examples(self, batch: dict[str, torch.Tensor]) -> None:
-        """Mask the labels of the examples that only fill up a process's share of the last batch."""
-        # The model is no witness: an evaluation leaves it in its mode until the next step.
+        """Mask the labels of examples that only fill up this process's share of the last batch."""
+        # Not `model.training`: it stays False from an evaluation until the next step.
         trains = self._evaluated is None
         left = self._last_round if trains else self.accelerator.gradient_state.remainder
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
         size = self.args.train_batch_size if trains else self.args.eval_batch_size
-        group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
+        group = self.args.process_index // self.get_tp_size()  # processes that have the same examples
         own = min(max(left - group * size, 0), size)
         batch["labels"] = batch["labels"].clone()
         batch["labels"][own:] = filler(batch["labels"])
 
     def _prepare_inputs(self, inputs):
         prepared = super()._prepare_inputs(inputs)
-        if "labels" in prepared:  # under DeepSpeed Trainer rounds floats to 16 bits: of labels 1001 to 1000
+        if "labels" in prepared:  # under DeepSpeed, Trainer rounds floats to 16 bits: label 1001 to 1000
             prepared["labels"] = inputs["labels"].to(self.args.device)
         return prepared
 
     # --- Evaluations -----------------------------------------------------------------------------
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        """As Trainer's, but the loss is a mean over all tokens (or examples) instead of a mean
-        over batches (transformers#39241).
+        """Evaluate as Trainer does, but average the loss over all tokens (or examples), not over
+        batches (transformers#39241).
         """
         self._evaluated = [0.0, 0.0]
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums, self._evaluated = torch.tensor(self._evaluated, dtype=torch.float64, device=self.args.device), None
         if self._items is not None:
-            # With `average_tokens_across_devices` they are the items of all ranks, or of this one.
+            # With `average_tokens_across_devices`, the items are of all ranks, else of this one.
             total, items = self.accelerator.reduce(sums, "mean").tolist()
             if items:
                 output.metrics[f"{metric_key_prefix}_loss"] = total / items
@@ -222,26 +222,26 @@ class RecipeTrainer(CommittingTrainer):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if self._evaluated is not None and loss is not None and self._items is not None:
             items = int(self._items)
-            if items:  # all of this rank's examples may only fill up the last batch
+            if items:  # 0 if all examples of this rank only fill up the last batch
                 self._evaluated = [self._evaluated[0] + loss.double().item() * items, self._evaluated[1] + items]
         return loss, logits, labels
 
     def evaluate(self, *args, **kwargs):
-        """As Trainer's. If a signal cuts it short, it saves this step and raises `Preempted`."""
+        """Evaluate as Trainer does. After a stop request, save this step and raise `Preempted`."""
         try:
             metrics = super().evaluate(*args, **kwargs)
         except StoppedInEvaluation:
             step = self.state.global_step
             if step and step == self.model_step and not str(self._checkpoint).endswith(f"checkpoint-{step}"):
                 self._save_checkpoint(self.model_wrapped, None)
-                self.callback_handler.on_save(self.args, self.state, self.control)  # waits for all ranks, and leaves
+                self.callback_handler.on_save(self.args, self.state, self.control)  # waits for all ranks, then raises
             raise
         self.evaluations[self.state.global_step] = metrics
         return metrics
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
-        """As Trainer's. One at the start makes up for that which the run before this one could not
-        finish, with all that follows from it: the best model, and a schedule that waits for it.
+        """Evaluate as Trainer does. An evaluation that the run before could not finish is repeated
+        at the start, with its effects on the best model and on a schedule that waits for it.
         """
         owed, self._owed = self._owed, False
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)
@@ -250,7 +250,7 @@ class RecipeTrainer(CommittingTrainer):
         return metrics
 
     def final_metrics(self) -> dict[str, float]:
-        """The metrics of the model as it is now, evaluated only if it was not at its step."""
+        """Return the metrics of the current model. Evaluate only if its step was not evaluated."""
         if self.eval_dataset is None:
             return {}
         return self.evaluations.get(self.model_step) or self.evaluate()
@@ -262,7 +262,7 @@ class RecipeTrainer(CommittingTrainer):
         self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, but the model at the end is saved whole; its checkpoints stay in shards."""
+        """Save as Trainer does, but save the final model whole. Checkpoints stay in shards."""
         if _internal_call and output_dir is not None and self._places is not None:
             self._places.save(Path(output_dir), self.args.process_index)
         if self.deepspeed is not None and not _internal_call:
@@ -270,22 +270,22 @@ class RecipeTrainer(CommittingTrainer):
         if _internal_call or not self.accelerator.is_fsdp2:
             super().save_model(output_dir, _internal_call)
             return
-        # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.
+        # Rank 0 gets the whole model, others nothing. Adapters are saved without frozen weights.
         adapts = hasattr(self.model, "peft_config")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapts)
         self._save(output_dir, state_dict=get_model_state_dict(self.model, options=options))
 
     def _issue_warnings_after_load(self, load_result) -> None:
-        # Trainer only warns, and trains on with random values in these weights.
+        # Trainer only warns, and continues with random values in the missing weights.
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         missing, tied = set(load_result.missing_keys), set(getattr(self.model, "all_tied_weights_keys", ()))
         if lost := sorted(missing & weights - tied):
-            raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
-        load_result.missing_keys[:] = missing - weights  # Trainer would warn of tied ones
+            raise ValueError(f"the checkpoint lacks {len(lost)} weights of the model, such as {lost[0]}")
+        load_result.missing_keys[:] = missing - weights  # Trainer would warn of tied weights
         super()._issue_warnings_after_load(load_result)
 
     def _load_callback_state(self) -> None:
-        # An evaluation takes back its request when it ends: a checkpoint that holds one is older.
+        # The end of an evaluation clears its request: a checkpoint with a request was saved before.
         control = self.state.stateful_callbacks.get("TrainerControl", {})
         self._owed = control.get("args", {}).get("should_evaluate", False)
         self.args.eval_on_start |= self._owed
@@ -294,15 +294,15 @@ class RecipeTrainer(CommittingTrainer):
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
         super()._load_callback_state()
-        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer looks new ones up as it saves
+        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer looks each up as it saves
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
         damage = gather_object([inspect(best, self.identity).faults if is_main else ()])[0]
-        if damage:  # or gone, and Trainer would only warn
-            print_note(f"{best.name}, the best, is damaged ({', '.join(damage)}) and not loaded", console(is_main))
+        if damage:  # or missing: Trainer would only warn
+            print_note(f"the best model, {best.name}, is damaged and not loaded: {', '.join(damage)}", console(is_main))
             return
         self.make_readable(best)
         super()._load_best_model()
@@ -310,13 +310,13 @@ class RecipeTrainer(CommittingTrainer):
 
     @property
     def model_step(self) -> int:
-        """The step that the weights are from: the best one if it was loaded, else the last."""
+        """The step of the weights: the best step if its model was loaded, else the last step."""
         return self.state.global_step if self.loaded_step is None else self.loaded_step
 
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
-    """Pass DDP the settings that TrainingArguments has no field for: `gradient_as_bucket_view`
-    (bool) and `ddp_comm_hook` ("no", "fp16" or "bf16"). Call it before `train()` wraps the model.
+    """Give DDP the settings without a field in TrainingArguments: `gradient_as_bucket_view` (bool)
+    and `ddp_comm_hook` ("no", "fp16" or "bf16"). Call this before `train()` wraps the model.
     """
     if handler := trainer.accelerator.ddp_handler:
         handler.gradient_as_bucket_view = run["gradient_as_bucket_view"]
@@ -324,8 +324,8 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
 
 
 def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
-    """accelerate 1.15 rounds all that the model returns to 16 bits, the loss among it; and it fails
-    if a module that it shards holds the input embeddings, as in BERT: it shards them on their own.
+    """Work around accelerate 1.15. It rounds all outputs of the model to 16 bits, also the loss. It
+    shards the input embeddings, and fails if another sharded module holds them, as in BERT.
     """
     if policy := plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
@@ -339,7 +339,7 @@ def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) 
 
 
 def require_hub(run: Settings) -> None:
-    """Ask the Hub before the start for the repository that Trainer will push to after hours.
+    """Check, before hours of training, that the Hub accepts a push to the run's repository.
 
     Raises `UserError` with the Hub's own message.
     """
@@ -353,14 +353,14 @@ def require_hub(run: Settings) -> None:
         name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id
         api.auth_check(name, write=True)
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:
-        fix = "`hf auth login` with a token that may write there, or a --hub_model_id of your own; or leave it out"
+        fix = "run `hf auth login` with a write token, or set --hub_model_id to a repository of yours; or leave it out"
         raise mistake("push_to_hub", one_line(error), f"{fix}, and `hf upload` the folder afterwards") from None
 
 
 def build_arguments(run: RunSpec) -> TrainingArguments:
-    """The TrainingArguments of a run, in the process group that it has joined.
+    """Create the TrainingArguments of a run, in the process group that the run has joined.
 
-    Raises `UserError` with their own message.
+    Raises `UserError` with the message of TrainingArguments.
     """
     return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
 
@@ -376,13 +376,13 @@ def build_trainer(
     identity: Json | None = None,
     stop: StopRequest | None = None,
 ) -> RecipeTrainer:
-    """The Trainer of a run, with all that it needs from outside.
+    """Create the Trainer of a run, with its data, metrics and callbacks.
 
-    `identity` is the run's, for the manifests of its checkpoints. Once `stop` is requested on any
-    rank, all save and leave.
+    `identity` describes the run in the manifests of its checkpoints. Once `stop` is requested on
+    any rank, all ranks save and leave.
     """
     end_workers_that_cannot_send()
-    if args.hub_token is not None:  # Trainer would write it into training_args.bin; the model is loaded by now
+    if args.hub_token is not None:  # else Trainer writes it into training_args.bin; the model is loaded already
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
     kind = data.problem_type  # None for a language model
     any_world = None

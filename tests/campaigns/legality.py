@@ -414,7 +414,7 @@ LATE = [
 ADVISED = {"single_engine_starts_one_process"}
 # Ends that no check can know: a training that diverges, and what a model passes between its layers.
 _UNKNOWABLE = re.compile(
-    r"the loss is (nan|inf)|weights are not numbers|underflow_overflow cannot look into this model"
+    r"the loss is (nan|inf)|weights are NaN or infinite|underflow_overflow cannot look into this model"
 )
 
 

@@ -152,7 +152,7 @@ def test_it_goes_up_from_the_guess_while_it_runs_or_down_until_it_does(most, tri
     run = resolve(["--recipe", "standard", "--output_dir", str(tmp_path / "out"), "--memory_limit", "1"])
     if not most:
         with pytest.raises(
-            UserError, match=r"not even a micro-batch of 1 runs in 953.7 MiB: asked for 2 GiB\. Fix: --g"
+            UserError, match=r"not even a micro-batch of 1 fits in 953.7 MiB: asked for 2 GiB\. Fix: set --g"
         ):
             fit.fit(run, argv, World())
         assert not (tmp_path / "out" / "fit.json").exists()
@@ -181,7 +181,7 @@ def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
         one, other = (found for at, found in told if at == number)
         assert one == other
         if expected is None:
-            assert "failed on rank 1, which says nothing of memory:\nloading\nno kernel image" in one
+            assert "failed on rank 1, which does not mention memory:\nloading\nno kernel image" in one
         else:
             assert (one["fits"], one["words"], one["ranks"]) == (not expected[0], *expected)
 

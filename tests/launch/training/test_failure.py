@@ -21,7 +21,7 @@ def test_what_fails_after_the_training_is_one_note(monkeypatch, tiny_model, text
     measured = ["--max_steps", "4", "--measure", str(tmp_path / "timings.jsonl")]
     outcome = train_here(tiny_model, texts, tmp_path / "out", *measured)
     assert (outcome.code, outcome.record["status"]) == (0, "finished"), outcome.output
-    note = "note  the run is finished, but not all of its report: RuntimeError: something broke in many lines"
+    note = "note  the run is finished, but its report is incomplete: RuntimeError: something broke in many lines"
     assert outcome.output.count(note) == 2
 
 

@@ -86,4 +86,4 @@ def test_a_quantised_models_shape_is_trained_in_full(tmp_path):
 def test_the_tokenizer_fits_the_vocabulary(tmp_path):
     described(tmp_path, LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 258}))
     found = problem(run_with(str(tmp_path), from_scratch=True))
-    assert found.subject == "from_scratch" and found.fix == "vocab_size 260 in its config.json"
+    assert found.subject == "from_scratch" and found.fix == "set vocab_size 260 in the model's config.json"

@@ -61,7 +61,7 @@ def test_the_repository_that_trainer_pushes_to_is_there_before_the_run(hub, tmp_
 
 @pytest.mark.parametrize(("name", "token", "says"), [("bob/his", "hf_write", "403"), ("new", "hf_nobody", "401")])
 def test_what_the_hub_refuses_is_its_own_sentence_with_a_fix(name, token, says, hub):
-    with pytest.raises(UserError, match=f"push_to_hub: .*{says}.* Fix: `hf auth login`"):
+    with pytest.raises(UserError, match=f"push_to_hub: .*{says}.* Fix: run `hf auth login`"):
         asked(name, token)
 
 

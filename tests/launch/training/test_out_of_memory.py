@@ -43,7 +43,7 @@ def test_it_says_what_was_short_and_which_attempt_is_next(flags, tmp_path):
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory") and "Traceback" not in outcome.output
     said = r"^out of memory after step 5: .*you tried to allocate \d+ bytes"
     assert re.search(said, outcome.output, flags=re.M), outcome.output
-    assert re.search(r"^measured  [\d.]+ \wiB at most", outcome.output, flags=re.M)
+    assert re.search(r"^measured  a peak of [\d.]+ \wiB", outcome.output, flags=re.M)
     assert f"saved     {tmp_path / 'checkpoint-5'}" in outcome.output
     assert "4 x 2 x 1 = 8, the same global batch, from that checkpoint: the same command with " in outcome.output
 

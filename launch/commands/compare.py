@@ -156,6 +156,8 @@ def other_training(rows: Sequence[Row]) -> list[str]:
 
 def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.diff:
+        if options.json:
+            raise mistake("json", "does not go with --diff", f"recipes show {options.name} --json, once for each")
         options.a, options.b = options.name, options.diff
         return diff(options, rest)
     if _is_run(options.name):

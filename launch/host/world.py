@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -254,6 +255,8 @@ def prepare_process(run: RunSpec) -> None:
     """Prepare the environment, and DeepSpeed if it trains, before other libraries are imported."""
     prepare_environment(run)
     if run.engine.kind == "deepspeed":
+        if not run["verbose"]:  # DeepSpeed prints a line for each operator that it has compiled
+            vars(import_module("deepspeed.comm.torch"))["print"] = lambda *words: None
         compile_safely()
 
 

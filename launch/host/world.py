@@ -53,7 +53,7 @@ class World:
 
     @property
     def is_local_main(self) -> bool:
-        """True on the first rank of a node: a mistake may exist on one node only."""
+        """True on a node's first rank, which prints mistakes: they may exist on one node only."""
         return self.rank % self.local_size == 0
 
     @contextlib.contextmanager

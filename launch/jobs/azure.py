@@ -91,7 +91,7 @@ class Azure(Target):
     experiment_name: str = flag("accelerate-recipes", "[accelerate-recipes]")
     job_name: str | None = flag(None, "[the recipe]")
     shm_size: str = flag("16g", "size of /dev/shm [16g]")
-    subscription_id: str | None = flag(None, "of the workspace, like the next two [a config.json here or above]")
+    subscription_id: str | None = flag(None, "of the workspace, as the next two [config.json here or above]")
     resource_group: str | None = flag(None, "")
     workspace_name: str | None = flag(None, "")
 
@@ -107,7 +107,7 @@ class Azure(Target):
 
     def _body(self, job: Job) -> Json:
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
-            raise mistake("data", "and --dataset_name both name the job's data set", "give only one of them")
+            raise mistake("data", "names the job's data set, and so does --dataset_name", "give only one of them")
         if job.run.explicit("output_dir"):
             raise mistake("output_dir", "is deleted with the job", "use --output_uri with a datastore's path")
         if not self.compute and not self.instance_type:
@@ -162,7 +162,7 @@ class Azure(Target):
         lines += flag_lines(job.command[1:], _quoted)
         mounted = [f"${{{{inputs.{name}}}}}" for name in inputs]
         lines += [" ".join(["--dataset_name", *mounted])] if mounted else []
-        lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # the job has mlflow, perhaps not we
+        lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is only in the job's image
         lines += ["--output_dir ${{outputs.run}}"]
         return " \\\n  ".join(lines) + "\n"
 

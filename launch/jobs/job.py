@@ -98,7 +98,7 @@ def checked_job(
     if advice and not starts_here:
         print_problems(advice, console(stderr=True))
     if run.engine.kind == "single" and run.world_size > 1:
-        what = f"{run.recipe.name} trains in one process, but {run.world_size} are asked for"
+        what = f"{run.recipe.name} trains in one process, but {run.world_size} processes are asked for"
         raise mistake("processes_per_node", what, "use one process, or --recipe standard")
     if not starts_here:
         refuse_tokens(run)

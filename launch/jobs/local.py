@@ -1,4 +1,4 @@
-"""The target `local`: a bash script on this machine, which can retry after an out of memory."""
+"""The target `local`: a bash script on this machine. It can retry a run that ran out of memory."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Local(Target):
 
 
 def run_script(text: str, job: Job) -> int:
-    """Run a job's script, and return its exit code. Keeps its output in the output folder and shows
-    it here.
+    """Run a job's script, and return its exit code. The script's output is kept in the output
+    folder and shown here.
 
     The output goes through a file, not a pipe: a run can outlive this process, and `recipes logs`
     reads the file. This process and its child processes hold the file's lock. Signals sent to this

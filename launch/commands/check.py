@@ -24,7 +24,7 @@ _FLAGS = """
 --num_processes N              processes in all, one per GPU [1]
 --gpu NAME                     check for a machine with one such GPU per process: H100 80GB, L4, ... [this machine]
 --azureml FILE                 check a job's YAML for Azure ML, and the training that it starts
---deep                         also construct the run's objects with the installed libraries (takes seconds)
+--deep                         also build the objects of the training with the installed libraries (seconds)
 --json                         print JSON for scripts
 """
 

@@ -45,8 +45,8 @@ def submit(
 
     `accelerate_config` is an Accelerate YAML that replaces the recipe's own, `comment` a line for
     the top of the job's text. Returns the exit code. Raises `UserError` with everything that is
-    wrong with the run or the job. Before a run goes to another machine, its objects are constructed
-    here for a few seconds, unless this is a dry run.
+    wrong with the run or the job. Before a run goes to another machine, the objects of its
+    training are also built here. A dry run skips that: it takes seconds.
     """
     if output and not dry_run:
         raise mistake("output", "needs --dry_run: this job would be submitted", "add --dry_run, or leave out --output")

@@ -1,11 +1,11 @@
-"""The `recipes` command, under a name that is ours alone: others have a `recipes` or a `launch`."""
+"""The `recipes` command, in a module that no other package has, unlike `recipes` or `launch`."""
 
 import sys
 from pathlib import Path
 
 
 def main() -> int:
-    """The exit code of `recipes`."""
+    """Run `recipes`, and return its exit code."""
     try:
         sys.path.insert(0, str(Path(__file__).resolve().parent))  # before a `launch` on PYTHONPATH
         from launch.host.processes import import_own_packages
@@ -14,7 +14,7 @@ def main() -> int:
         from launch.cli import main
 
         return main()
-    except KeyboardInterrupt:  # while this imports
+    except KeyboardInterrupt:  # Ctrl-C during these imports
         print("interrupted", file=sys.stderr)
         return 130
 

@@ -1,7 +1,8 @@
-"""The `recipes` command. A command is imported when it is asked for: each answers at once.
+"""The `recipes` command. Only the command that is called is imported, so that it starts fast.
 
-The module of a command has `add_parser(commands)`, which adds to argparse's `commands`. A parser
-sets `run`: a function of the parsed options and of the other arguments, train.py's flags.
+The module of a command has `add_parser(commands)`, which adds its parser to argparse's `commands`.
+The parser sets `run`: a function of the parsed options and of the other arguments, train.py's
+flags.
 """
 
 from __future__ import annotations
@@ -23,48 +24,48 @@ from recipes.errors import Problem, UserError, mistake
 
 
 class Command(NamedTuple):
-    """A line of `recipes --help`, and the modules that hold the command's parser: several are
-    commands of the command, such as `recipes scale run`.
+    """A line of `recipes --help`, and the modules that hold the command's parser. Each of several
+    modules holds a subcommand, such as `recipes scale run`.
     """
 
     summary: str
     modules: tuple[str, ...]
-    train_flags: bool = False  # it takes train.py's flags too
-    as_train: bool = False  # it computes here, and answers a failure as train.py does
+    train_flags: bool = False  # the command takes train.py's flags too
+    as_train: bool = False  # the command computes here, and reports a failure as train.py does
 
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
 _CATALOGUE, _COMPARE = ("launch.commands.catalogue",), ("launch.commands.compare",)
 _TRAIN, _USE = ("launch.commands.train",), ("launch.commands.use",)
-# Names that TRL, axolotl and others have for the same.
+# Names that TRL, axolotl and others give to the same commands.
 _SYNONYMS = dict.fromkeys(("sft", "run", "finetune", "fine-tune", "launch"), "train") | {"chat": "generate"}
 
 GROUPS = {
     "choose": {
-        "list": Command("the recipes, one line each", _CATALOGUE),
-        "show": Command("every setting of a recipe or a run, its value and the reason", _COMPARE),
-        "where": Command("paths of train.py and of the YAMLs, of the installed package", _CATALOGUE),
-        "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),
+        "list": Command("print the recipes, one line each", _CATALOGUE),
+        "show": Command("print every setting of a recipe or a run, its value and the reason", _COMPARE),
+        "where": Command("print the paths of train.py and of the YAMLs in the installed package", _CATALOGUE),
+        "plan": Command("find the recipe that fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },
     "check": {
-        "check": Command("say whether a run is legal before it starts", ("launch.commands.check",), True),
+        "check": Command("report whether a run is legal before it starts", ("launch.commands.check",), True),
         "fit": Command("find the largest micro-batch that really runs here", _TRAIN, True),
-        "doctor": Command("say whether this machine and its links are fit to train", ("launch.doctor.command",)),
+        "doctor": Command("report whether this machine and its network can train", ("launch.doctor.command",)),
     },
     "run": {
         "prepare": Command("tokenize the data ahead of time, without a GPU", _TRAIN, True, as_train=True),
         "train": Command("train here: accelerate launch with the recipe's YAML", _TRAIN, True),
-        "rerun": Command("a recorded run again; what differs here is listed", ("launch.commands.rerun",), True),
+        "rerun": Command("repeat a recorded run, and list what differs here", ("launch.commands.rerun",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", _TRAIN),
-        "status": Command("how submitted runs are doing", _TRAIN),
-        "logs": Command("what a submitted run has printed", _TRAIN),
-        "evaluate": Command("the model of a run, on held-out or on other data", _USE, True, as_train=True),
-        "generate": Command("an answer by the model of a run", _USE, as_train=True),
-        "merge": Command("a trained adapter into its base model, checked to be equal", _USE, as_train=True),
+        "status": Command("show how submitted runs are doing", _TRAIN),
+        "logs": Command("print the log of a submitted run", _TRAIN),
+        "evaluate": Command("measure the model of a run on held-out or on other data", _USE, True, as_train=True),
+        "generate": Command("answer a prompt with the model of a run", _USE, as_train=True),
+        "merge": Command("add a trained adapter to its base model, and check the result", _USE, as_train=True),
     },
     "understand": {
-        "compare": Command("runs side by side: settings, speed, memory, results", _COMPARE),
-        "diff": Command("what differs between two runs or recipes", _COMPARE),
+        "compare": Command("put runs side by side: settings, speed, memory, results", _COMPARE),
+        "diff": Command("show the differences between two runs or recipes", _COMPARE),
         "scale": Command(
             "measure how a training scales, and report why", ("launch.scaling.run", "launch.scaling.report"), True
         ),
@@ -77,7 +78,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0; 1 if the answer is no or something failed; 2 for a mistake; 130 interrupted."""
+    """Return 0; 1 if the answer is no or something failed; 2 for a mistake; 130 after Ctrl-C."""
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also while a command is imported
@@ -125,7 +126,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _of_this_command(problem: Problem, options: argparse.Namespace) -> Problem:
-    """A misspelt flag may be one of the command's own, which train.py's settings do not hold."""
+    """Return the problem. A misspelt flag of the command itself gets the right flag as its fix."""
     from recipes.run.command_line import NOTHING_SIMILAR
 
     similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
@@ -146,7 +147,7 @@ def _no_command(name: str) -> UserError:
 
 
 def _parser(name: str, command: Command) -> Parser:
-    """The parser of one command, under the name and the usage of them all."""
+    """Return the parser of one command, under the name and the usage of all commands."""
     parser = Parser("recipes", usage=_USAGE)
     commands = parser.add_subparsers(prog="recipes", required=True, metavar="COMMAND")
     modules = [import_module(module) for module in command.modules]

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 
 class Parser(argparse.ArgumentParser):
-    """`--num-processes` is `--num_processes`, as in Hugging Face's own parser. No flag may be cut
-    short: `--seed 1` would be the command's own `--seed_of_data`, and not train.py's.
+    """A parser that takes `--num-processes` for `--num_processes`, as Hugging Face's own does. No
+    flag can be abbreviated: `--seed 1` would set the command's `--seed_of_data`, not train.py's.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -21,10 +21,10 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*dict.fromkeys([*names, *dashed]), **options)
 
     def takes(self, run: Callable[..., int], table: str, **defaults: Any) -> None:
-        """Call `run` with what is parsed. Each line of the table is an argument and its help.
+        """Let the command call `run` with its options. Each line of `table` adds an argument.
 
-        Two spaces divide them. The argument is `NAME` or `--flag NAME`, in brackets what may be
-        left out, and a `--flag` alone is a switch. N is a whole number from 1, GB and its like any.
+        Two spaces divide argument and help. The argument is `NAME`, `[NAME]` if it is optional, or
+        `--flag NAME`. A `--flag` alone is a switch. N is a whole number from 1, GB or the like any.
         """
         for line in table.strip().splitlines():
             usage, _, help_text = line.strip().partition("  ")
@@ -44,14 +44,14 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what add_subparser
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
+    """Read a whole number of at least 1."""
     if not text.isdecimal() or text.strip("0") == "":
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """A whole number of at least 0."""
+    """Read a whole number of at least 0."""
     if not text.isdecimal() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
     return int(text)
@@ -61,9 +61,9 @@ _KINDS: dict[str, Callable[[str], Any]] = {"N": count, "GB": float, "GB/s": floa
 
 
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
-    """A flag for each field of a dataclass, whose metadata holds the help text.
+    """Add a flag for each field of a dataclass. The field's metadata holds the help text.
 
-    A flag that is not given is absent from what is parsed: a site's defaults can stand there.
+    A flag that is not given is absent from the parsed options: a site's default can replace it.
     """
     for field in dataclasses.fields(flags):
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}
@@ -79,11 +79,11 @@ def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
 
 
 def value_type(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """The reader of a field's text. It raises `ArgumentTypeError` for a text it cannot read."""
+    """Return the function that reads a field's text, or raises `ArgumentTypeError`."""
     return field.metadata.get("type") or (count if "int" in str(field.type) else str)
 
 
 def given(flags: type, options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a dataclass that the command line names, with their values."""
+    """Return the fields of a dataclass that the command line sets, with their values."""
     names = [field.name for field in dataclasses.fields(flags)]
     return {name: getattr(options, name) for name in names if hasattr(options, name)}

@@ -1,6 +1,6 @@
 """Output for people: the console of one rank, tables, problems, and numbers with their units.
 
-rich is imported only to print: the quick commands use the numbers alone.
+rich is imported only when it prints: quick commands need only the functions for numbers.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _WIDTH = 110
 
 
 def memory_size(size_bytes: float) -> str:
-    """Bytes of memory or disk, in powers of two: `512.0 MiB`, `1.50 GiB`."""
+    """Format bytes of memory or disk in powers of two: `512.0 MiB`, `1.50 GiB`."""
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """`12.3 ms`, `123 ms`, `1.25 s`, `125 s`: three digits are as much as a timing is worth."""
+    """Format a time with three digits, as no timing is more exact: `12.3 ms`, `1.25 s`, `125 s`."""
     value, unit = (seconds, "s") if seconds >= 0.9995 else (seconds * 1000, "ms")
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:,.{digits}f} {unit}"
 
 
 def value_text(value: object) -> str:
-    """A setting's value as one would type it: words without quotes, the rest as JSON."""
+    """Format a setting's value as one would type it: texts without quotes, the rest as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# --- Where it is printed -------------------------------------------------------------------------
+# --- Printing ------------------------------------------------------------------------------------
 
 
 def finish_printing() -> None:
-    """Drop what nobody reads any more, or Python ends with a complaint about it and code 120."""
+    """Flush stdout, or drop the rest if its reader has gone: Python would exit with code 120."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -52,8 +52,8 @@ def finish_printing() -> None:
 
 
 def console(is_main: bool = True, stderr: bool = False) -> Console:
-    """Where rank 0 prints. Output to a file or a pipe is not wrapped at 80 columns, and the `:b:`
-    of a file's name stays as it is.
+    """Return the console where rank 0 prints. Output to a file or a pipe is not wrapped at 80
+    columns, and a `:b:` in a file's name does not become an emoji.
     """
     from rich.console import Console
 
@@ -64,10 +64,10 @@ def console(is_main: bool = True, stderr: bool = False) -> Console:
 
 
 def print_table(headings: list[str], rows: list[list[str]], stderr: bool = False, whole: bool = False) -> None:
-    """Names and what is known about them. The first column is for copying: it is never cut.
+    """Print a table. The first column holds names to copy, and is never cut.
 
-    No cell is in a file or pipe, nor if the table is to be `whole`: a line may then be longer than
-    the terminal's.
+    No cell at all is cut in a file or a pipe, or if the table must be `whole`: a line may then be
+    wider than the terminal.
     """
     from rich.table import Table
 
@@ -78,24 +78,24 @@ def print_table(headings: list[str], rows: list[list[str]], stderr: bool = False
     for row in rows:
         table.add_row(*row)
     out = console(stderr=stderr)
-    if whole or not out.file.isatty():  # print(width=...) would take the smaller of that and the console's own
+    if whole or not out.file.isatty():  # print(width=...) would be limited to the console's own width
         out.width = max(out.width, out.measure(table, options=out.options.update(max_width=10_000)).maximum)
     out.print(table, highlight=False, markup=False)
 
 
 def print_problems(problems: Iterable[Problem], out: Console) -> None:
-    """One line per problem: what is wrong, where the value came from, and the fix."""
+    """Print one line per problem: what is wrong, where the value came from, and the fix."""
     for problem in problems:
         _print_labelled(problem.severity, "red" if problem.severity == "error" else "yellow", str(problem), out)
 
 
 def print_progress(text: str, out: Console) -> None:
-    """The part of the start that begins now: none of them is to be silent for seconds."""
+    """Print which part of the start begins now, so that no part is silent for seconds."""
     out.print(f"{text} ...", style="dim", highlight=False, markup=False)
 
 
 def print_note(text: str, out: Console) -> None:
-    """One line that a person should read, though nothing is wrong with the run."""
+    """Print one line that a person should read, though nothing is wrong with the run."""
     _print_labelled("note", "yellow", text, out)
 
 

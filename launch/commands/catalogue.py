@@ -1,4 +1,4 @@
-"""`recipes list` and `where`: the catalogue and its files. They resolve nothing."""
+"""`recipes list` and `where`: print the recipes and the paths of files, and resolve no run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_parser(commands: Commands) -> None:
 
 def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
     rows = [[recipe.name, recipe.engine, recipe.purpose] for recipe in (build() for build in RECIPES.values())]
-    print_table(["recipe", "accelerate_configs/", "what it is for"], rows)
+    print_table(["recipe", "accelerate_configs/", "purpose"], rows)
     return 0
 
 
@@ -36,7 +36,7 @@ def show_where(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def run_as_json(run: RunSpec) -> Json:
-    """A run and its chosen settings for scripts; tokens are hidden."""
+    """Return a run and its chosen settings, for scripts. Tokens are hidden."""
     from recipes.run import shown
 
     return {

@@ -1,4 +1,4 @@
-"""`recipes check`: whether a run is legal, before anything starts."""
+"""`recipes check`: report whether a run is legal, before anything starts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from recipes.run.known_gpus import find
 _FLAGS = """
 --accelerate_config FILE|NAME  instead of the recipe's own YAML
 --num_processes N              processes in all, one per GPU [1]
---gpu NAME                     judge for such cards, one per process, elsewhere: H100 80GB, L4, ... [this machine]
---azureml FILE                 a job's YAML for Azure ML, and the training in it
---deep                         also ask the installed libraries themselves (seconds)
---json                         for scripts
+--gpu NAME                     check for a machine with one such GPU per process: H100 80GB, L4, ... [this machine]
+--azureml FILE                 check a job's YAML for Azure ML, and the training that it starts
+--deep                         also build the objects of the training with the installed libraries (seconds)
+--json                         print JSON for scripts
 """
 
 
@@ -34,7 +34,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def check_run(options: argparse.Namespace, rest: list[str]) -> int:
-    """Returns 0, or 2 if the run is not legal."""
+    """Print the problems of a run. Return 0, or 2 if the run is not legal."""
     run, problems = _inspect(options, rest)
     errors = [problem for problem in problems if problem.severity == "error"]
     if options.deep and not errors:
@@ -58,12 +58,12 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
 def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, list[Problem]]:
     if options.azureml:
         if options.gpu:
-            raise mistake("gpu", "is not for a job's YAML", f"leave it out beside --azureml {options.azureml}")
+            raise mistake("gpu", "does not apply to a job's YAML", f"leave it out beside --azureml {options.azureml}")
         from launch.jobs import azure
 
         return azure.read(Path(options.azureml), rest)
     place = here(options.num_processes, options.accelerate_config)
-    if options.gpu is not None:  # a node with such a card for each process
+    if options.gpu is not None:  # a node with one such GPU per process
         known = find(options.gpu)
         cards = (Gpu(known.name, known.capability, known.torch_bytes),) * place.world_size
         place = replace(place, hardware=Hardware(cards, cores=8 * place.world_size), packages=frozenset())

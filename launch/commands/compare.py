@@ -1,6 +1,6 @@
-"""`recipes show`, `diff` and `compare`: recipes and recorded runs, what differs, and their results.
+"""`recipes show`, `diff` and `compare`: print recipes and recorded runs, differences and results.
 
-There is one table of what differs. `rerun` compares a record with the same run here by it too.
+`differences` finds all differences. `rerun` uses it too, to compare a record with the run here.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from recipes.run.spec import COMMAND_LINE, LIBRARY, RunSpec, shown
 
 _SHOW = """
 NAME                   a recipe, shipped or your own: mine.yaml, mine.py:function; or a run: its folder, or run.json
---diff OTHER           only what differs from another recipe or run
+--diff OTHER           print only the differences from another recipe or run
 --num_processes N      of a recipe: processes in all, one per GPU [1]
 --global_batch_size N  of a recipe: examples per optimizer step [16]
---json                 for scripts, without --diff; of a run, its record as it is
+--json                 print JSON for scripts, without --diff; for a run, its record unchanged
 """
 _DIFF = """
 A                      a run's output folder or run.json, or a recipe
-B                      another one
---num_processes N      of recipes [the run's, or 1]
---global_batch_size N  of recipes [the run's, or 16]
+B                      another run or recipe
+--num_processes N      of recipes: processes in all [the run's, or 1]
+--global_batch_size N  of recipes: examples per optimizer step [the run's, or 16]
 """
 
 
 def add_parser(commands: Commands) -> None:
     fields = "\n".join(f"  {name:<20}{meaning}" for name, meaning in FIELDS.items())
-    epilog = f"fields of a run.json:\n{fields}\nand Trainer's own results, under its names"
+    epilog = f"fields of a run.json:\n{fields}\nand Trainer's own results, under Trainer's names"
     raw = argparse.RawDescriptionHelpFormatter
     commands.add_parser("show", epilog=epilog, formatter_class=raw).takes(show, _SHOW)
     commands.add_parser("diff").takes(diff, _DIFF)
     parser = commands.add_parser("compare")
     parser.add_argument("first", metavar="RUN", help="an output folder, or its run.json")
-    parser.add_argument("others", metavar="RUN", nargs="+", help="those that stand beside it")
-    target = "a result that a run should reach, such as eval_loss 2.5; of several, all"
+    parser.add_argument("others", metavar="RUN", nargs="+", help="other runs to compare with the first")
+    target = "a result that a run should reach, such as eval_loss 2.5; repeat it for several, which must all be met"
     parser.add_argument("--target", metavar=("METRIC", "VALUE"), nargs=2, action="append", default=[], help=target)
     parser.set_defaults(run=compare)
 
 
 # --- What differs ---------------------------------------------------------------------------------
 
-ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
-# Runs that differ in one of these, or in what data and model hold, did not train the same.
+ABSENT = {"value": None, "source": LIBRARY}  # the entry of a version that did not have this setting
+# Runs that differ in one of these, or in the contents of data or model, are other trainings.
 _TRAINING = (
     "task problem_type model_name_or_path model_revision from_scratch dataset_name dataset_config dataset_train_split "
     "dataset_test_split dataset_columns dataset_text_field dataset_label_field dataset_streaming max_length packing "
@@ -66,10 +66,10 @@ _TRAINING = (
 
 
 class Row(NamedTuple):
-    """A setting, or something around a run, that is not the same in all records.
+    """A setting, or another fact about a run, that is not the same in all records.
 
-    `part` is a setting's most deliberate source, or else where the record has it. The `entries`
-    hold its value in each record, a setting's source and reason too; empty where it is absent.
+    `part` is a setting's most deliberate source, or the part of the record that holds the fact. An
+    entry of `entries` holds one record's value, for a setting also source and reason, or nothing.
     """
 
     part: str
@@ -86,11 +86,11 @@ class Row(NamedTuple):
 
 
 def differences(records: Sequence[Json]) -> list[Row]:
-    """Settings, the most deliberate first. Then engine, world, contents of data and model, files
-    such as a recipe of the user's own, code, machine, versions and environment.
+    """Return the differences. Settings come first, the most deliberate at the top. Next are engine,
+    world, contents of data and model, the user's own files, code, machine, versions, environment.
 
-    Where a run writes and what it prints is no difference, and neither is another path to the same
-    contents. What one record does not hold cannot differ; a setting, package or variable can.
+    Where a run writes and prints is no difference, nor is another path to the same contents. A fact
+    that one record lacks is no difference, unless it is a setting, a package or a variable.
     """
     rows = []
     for name in sorted({name for record in records for name in record["settings"]} - NO_DIFFERENCE):
@@ -109,12 +109,12 @@ def differences(records: Sequence[Json]) -> list[Row]:
 
 
 def _derivation(source: str) -> tuple[bool, bool, bool]:
-    """How far a setting's source is from what its user typed for this run: to sort by."""
+    """Return a sort key: how far a setting's source is from what the user typed for the run."""
     return source != COMMAND_LINE, recorded.is_derived(source), source == LIBRARY
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
-    """The facts of a record besides settings and results, without packages of no known version."""
+    """Return a record's facts besides settings and results. Only a package version may be None."""
     hardware, world = record.get("hardware") or {}, record.get("world_size")
     gpus, code = hardware.get("gpus"), record.get("code") or {}
     nodes = world // (record.get("local_world_size") or world) if world else None
@@ -146,7 +146,7 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def other_training(rows: Sequence[Row]) -> list[str]:
-    """What differs of the training itself; empty if all runs trained the same."""
+    """Return what differs in the training itself; empty if all runs are the same training."""
     contents = [f"the contents of the {row.name}" for row in rows if row.part == "contents"]
     return [row.name for row in rows if row.name in _TRAINING] or contents
 
@@ -169,13 +169,13 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         run, record = _recipe_run(options.name, options.num_processes, options.global_batch_size), {}
         as_json, heading, chosen = run_as_json(run), _heading(run), {}
-        for name in ("engine", "micro_batch_cap"):  # the recipe's two values that are no settings of train.py
+        for name in ("engine", "micro_batch_cap"):  # two values of a recipe that are no settings of train.py
             value, reason = run.recipe.settings[name]  # type: ignore[misc] # which depends on no run
             by, _ = run.recipe.stated(name) or (run.recipe, None)
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
         chosen |= {name: entry for name, entry in as_json["settings"].items() if name != "recipe"}
     if options.json:
-        no_nan = json.loads(json.dumps(as_json, default=str), parse_constant=lambda _: None)  # which JSON has not
+        no_nan = json.loads(json.dumps(as_json, default=str), parse_constant=lambda _: None)  # JSON has no NaN
         print(json.dumps(no_nan, indent=2))
         return 0
     print(heading)
@@ -185,8 +185,8 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the differences of two runs or recipes. Recipes are resolved for the run's processes
-    and global batch, or for those of the `options`. Raises `UserError`.
+    """Print the differences of two runs or recipes. A recipe is resolved for the processes and the
+    global batch of the `options`, or else of the run. Raises `UserError`.
     """
     names = [options.a, options.b]
     records = {name: recorded.read(name, "RUN") for name in names if _is_run(name)}
@@ -194,15 +194,15 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     trained = {name: entry["value"] for name, entry in around.get("settings", {}).items()}
     processes = options.num_processes or around.get("world_size")
     batch = options.global_batch_size or trained.get("global_batch_size")
-    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # it trained the demonstration
+    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # the demonstration was trained
     recipes = {name: _recipe_run(name, processes, batch, by) for name in names if name not in records}
-    for name, run in recipes.items():  # as much of a record as is known of a run that has not begun
+    for name, run in recipes.items():  # the part of a record that is known before a run begins
         settings = {each: {**vars(run.setting(each)), "value": shown(each, run[each])} for each in run}
         engine = run.engine_title if trained else run.recipe.engine
         records[name] = {"settings": settings, "engine": engine}
     titles = names if recipes else _names_of(list(map(Path, names)))
     rows = differences([records[name] for name in names])
-    if recipes:  # that they are two recipes is known
+    if recipes:  # two recipes always differ in their name
         rows = [row for row in rows if row.name != "recipe"]
         print(_heading(next(iter(recipes.values()))))
     print_settings(titles, rows)
@@ -210,17 +210,17 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Returns 0, or 1 if there are targets and no run meets all of them. Raises `UserError`."""
+    """Print a comparison. Return 1 if no run meets all targets, else 0. Raises `UserError`."""
     paths = [Path(word) for word in (options.first, *options.others)]
     names, records = _names_of(paths), [recorded.read(path, "RUN") for path in paths]
     rows, cells = differences(records), _result_rows(records)
     margins = [_margins(metric, value, records) for metric, value in options.target]
     if others := other_training(rows):
-        print(f"not the same training, which changes the results too: another {', '.join(others)}\n")
+        print(f"not the same training, which also changes the results. Different: {', '.join(others)}\n")
     print_settings(names, rows)
     _print_table(["result", *names], [["status", *map(_status, records)], *cells])
     if any(cell.endswith(_BY_NOISE) for row in cells for cell in row):
-        print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
+        print(f"{_BY_NOISE.strip()} noise alone can cause this difference: repeat both runs to find out\n")
     if not margins:
         return 0
     targets = zip(options.target, margins, strict=True)
@@ -234,13 +234,13 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _is_run(name: str) -> bool:
-    """True for the name of a folder or a .json, there or not. Any other is a recipe's."""
+    """True if `name` is that of a folder or a .json, existing or not; any other is a recipe's."""
     is_recipe = name in RECIPES or name.endswith((".yaml", ".yml")) or ".py" in name
     return not is_recipe and ("/" in name or name.endswith(".json") or Path(name).is_dir())
 
 
 def _recipe_run(name: str, processes: int | None, batch: int | None, trained_by: str = "nobody") -> RunSpec:
-    """A recipe's run here. Raises `UserError` with every problem."""
+    """Return a recipe's run on this machine. Raises `UserError` with every problem."""
     settings = {"recipe": name} | ({"global_batch_size": batch} if batch else {})
     run = resolve(place=here(processes, trained_by=trained_by), settings=settings)
     if run.problems:
@@ -258,7 +258,7 @@ def _status(record: Json) -> str:
 
 
 def _names_of(paths: list[Path]) -> list[str]:
-    """The names of the folders; the paths as written if two folders have one name."""
+    """Return the names of the folders; the paths as written if two folders have the same name."""
     names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
     return names if len(set(names)) == len(names) else list(map(str, paths))
 
@@ -274,7 +274,7 @@ _BY_NOISE = " ~"
 
 
 def print_settings(titles: Sequence[str], rows: Sequence[Row], stderr: bool = False) -> None:
-    """The table of settings, of one run or of what differs between several."""
+    """Print the settings of one run, or the differences between several, as a table."""
     if not rows:
         print("nothing differs")
     table = [[row.name, *map(value_text, row.values), row.part, _reason(row.entries, titles)] for row in rows]
@@ -282,7 +282,7 @@ def print_settings(titles: Sequence[str], rows: Sequence[Row], stderr: bool = Fa
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Why the first chose the value; if it kept the default, why the next did not."""
+    """Return the first run's reason for its value, or else the next reason with its run's name."""
     reasons = [entry.get("reason") for entry in entries]
     named = (f"{title}: {reason}" for title, reason in zip(titles, reasons, strict=True) if reason)
     return reasons[0] or next(named, "")
@@ -295,7 +295,7 @@ def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = Fals
 
 
 def results(records: list[Json]) -> dict[str, list[float | None]]:
-    """Losses, metrics of the evaluation, speed and memory, as far as any run has them."""
+    """Return losses, evaluation metrics, speed and memory, where at least one run has them."""
     numbers = [_numbers(record) for record in records]
     evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
     metrics = sorted(filter(is_figure, evaluated))
@@ -305,8 +305,8 @@ def results(records: list[Json]) -> dict[str, list[float | None]]:
 
 
 def _numbers(record: Json) -> dict[str, float]:
-    """The results of a run, NaN (a diverged loss) among them. Its time is that of all its starts,
-    and unknown if one of them was killed.
+    """Return the results of a run, with NaN for a diverged loss. The run's time is the sum over all
+    its starts, and is left out if one start was killed.
     """
     found = {name: value for name, value in record.items() if type(value) in (int, float) and name not in _NO_RESULT}
     earlier = [session.get("seconds") for session in record.get("sessions", [])[:-1]]
@@ -318,7 +318,7 @@ def _numbers(record: Json) -> dict[str, float]:
 
 
 def _result_rows(records: list[Json]) -> list[list[str]]:
-    """Each value beside the first run's: a ratio for time, speed and memory, else a difference."""
+    """Return rows of values, each compared with the first run's by a ratio or a difference."""
     rows = []
     for name, (first, *others) in results(records).items():
         noise = [noise_can_make(name, records[0], record) for record in records[1:]]
@@ -344,13 +344,13 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
 
 
 def _margins(metric: str, wanted: str, records: list[Json]) -> list[float]:
-    """By how much each run meets a target: negative if it misses it, NaN without such a number.
+    """Return by how much each run meets a target: negative if missed, NaN if the run has no value.
 
     Raises `UserError` for an impossible target.
     """
     known = sorted({name for record in records for name in _numbers(record)})
     if metric not in known:
-        fix = nearest(metric, known) or ("one of " + ", ".join(known) if known else "a run that has ended well")
+        fix = nearest(metric, known) or ("one of " + ", ".join(known) if known else "use a run that has finished")
         raise mistake("target", f"no run has a result {metric!r}", fix)
     try:
         number = float(wanted)
@@ -373,12 +373,12 @@ def _target_row(metric: str, wanted: str, margins: list[float]) -> list[str]:
 
 # --- Differences that noise can make --------------------------------------------------------------
 
-_ALIKE = 0.02  # of a time: the same training differs by as much from run to run
+_ALIKE = 0.02  # the share of a time by which two runs of the same training can differ
 
 
 def noise_can_make(name: str, *both: Json) -> bool:
-    """True if noise can make the difference of a time or speed between two runs: they are as sure
-    as the steps were even.
+    """True if noise alone can cause the difference of a time or speed between two runs. The noise
+    is estimated from how uneven the steps of each run were.
     """
     first, other = (record.get(name) for record in both)
     if name not in (*_SECONDS, *_SPEEDS) or first is None or other is None or first == other:

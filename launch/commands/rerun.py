@@ -19,17 +19,17 @@ from recipes.run.command_line import parse
 from recipes.run.files import existing_path, shipped
 
 _DESCRIPTION = """\
-Train a recorded run again, into another folder. What differs here (versions, GPUs or CPU, data, model, code, files such
-as a recipe of your own, environment variables) is listed before the start. `files` in its run.json holds what such
-files were then.
+Train a recorded run again, into another folder. Differences here (versions, GPUs or CPU, data, model, code, files such
+as a recipe of your own, environment variables) are listed before the start. `files` in the recorded run.json holds such
+files as they were.
 """
 
 
 _FLAGS = """
 FOLDER                    an output folder, or its run.json
---exact                   refuse to start if anything differs that matters
---dry_run                 print what would run, run nothing
---num_processes N         processes in all [as many as then]
+--exact                   refuse to start if a difference can change the training
+--dry_run                 print the script instead of running it
+--num_processes N         processes in all [as many as recorded]
 --accelerate_config FILE  another engine [the recorded one]
 """
 
@@ -39,14 +39,14 @@ def add_parser(commands: Commands) -> None:
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Returns the run's exit code. Raises `UserError`, with --exact for anything that differs."""
+    """Return the rerun's exit code. Raises `UserError`, with --exact also for any difference."""
     record, file = recorded.read(options.folder, "RUN"), recorded.file_of(options.folder).resolve()
     typed = {name: setting.value for name, setting in parse(argv, []).items()}
     if "config" in typed:
-        raise mistake("config", f"is {file} here", "only the flags that change something")
+        raise mistake("config", f"is {file} in a rerun", "give only flags that change a setting")
     output_dir = _output_dir(record, file, typed)
     processes = options.num_processes or record.get("world_size") or 1
-    recipe = typed.get("recipe")  # a job has a place of its own for it
+    recipe = typed.get("recipe")  # a job receives the recipe separately
     changed = {"config": file, **_commit(record, typed), "output_dir": output_dir, "recipe": None}
     words, yaml = with_flags(argv, changed), options.accelerate_config or _yaml(record, processes)
     run = resolve(["--recipe", recipe, *words] if recipe else words, here(processes, accelerate_config=yaml))
@@ -56,60 +56,60 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         here_now["engine"] = run.engine_title
     rows = [row for row in differences([record, here_now]) if _matters(row, record, run)]
     out, then = console(stderr=True), f"{record['status']}, {record.get('started', 'unknown when')}"
-    title_line = f"again {file.parent} ({then}): {'what' if rows else 'nothing'} differs here"
+    title_line = f"rerun of {file.parent} ({then}): {'the following' if rows else 'nothing'} differs here"
     out.print(title_line, highlight=False, markup=False)
     if rows:
         print_settings(["then", "here"], rows, stderr=True)
     if left_out := " ".join(_left_out(record)):
-        print_note(f"flags of the launcher are left out: {left_out}; a YAML for --accelerate_config can say it", out)
+        print_note(f"flags of the launcher are left out: {left_out}; set them in a YAML for --accelerate_config", out)
     for name, what in MATERIAL.items():
         if run[name] and None in (record.get(what), here_now[what]):
-            print_note(f"whether {title(run[name])} is as it was cannot be told before it is loaded", out)
-    refusals = [f"{plural(len(rows), 'difference')} to the recorded run"] if rows else []
+            print_note(f"{title(run[name])} may have changed: that is known only when it is loaded", out)
+    refusals = [f"{plural(len(rows), 'difference')} from the recorded run"] if rows else []
     if resumed := several(record):
-        print_note(f"it was resumed {resumed}, which one run does not repeat bit by bit", out)
+        print_note(f"the recorded run was resumed {resumed}: a run without a stop does not repeat it bit by bit", out)
         refusals.append(f"the recorded run was resumed {resumed}")
     if options.exact and refusals:
-        fix = "undo what is listed above, or leave --exact out: it repeats the training, not the bits"
+        fix = "undo what is listed above, or leave out --exact to repeat the training, but not bit by bit"
         raise UserError(*run.problems, *(Problem("exact", what, fix) for what in refusals))
     here_too = {"accelerate_config": yaml, "processes_per_node": processes, "dry_run": options.dry_run}
     return submit(Local(), words, recipe=recipe, **here_too)
 
 
 def _output_dir(record: Json, file: Path, typed: Settings) -> str:
-    """Where the run writes. Raises `UserError` for the folder of the recorded run itself."""
+    """Return the rerun's output folder. Raises `UserError` for the folder of the recorded run."""
     then = Path(str(record["settings"].get("output_dir", {}).get("value") or file.parent.name))
     output_dir = str(typed.get("output_dir") or Path("outputs", f"{then.name or 'run'}-rerun"))
     if Path(output_dir).resolve() in (file.parent, Path(record.get("folder") or ".", then).resolve()):
         what = f"{output_dir} is the folder of the recorded run"
-        raise mistake("output_dir", what, "another folder; to continue the recorded run, give its own command again")
+        raise mistake("output_dir", what, "choose another folder; to continue the recorded run, repeat its own command")
     return output_dir
 
 
 def _commit(record: Json, typed: Settings) -> Json:
-    """The flag for the commit of a model on the Hub, so that a branch may have moved on."""
+    """Return a flag with the recorded commit of a Hub model, whose branch may have moved on."""
     model = str(record.get("model"))
     if not model.startswith("commit ") or {"model_revision", "model_name_or_path"} & set(typed):
         return {}
     return {"model_revision": model.removeprefix("commit ")}
 
 
-# --- Its files ------------------------------------------------------------------------------------
+# --- Files of the recorded run --------------------------------------------------------------------
 
-# The launcher's flags that rerun gives itself.
+# The launcher's flags that rerun sets itself.
 _PLACEMENT = ("config_file num_processes num_machines machine_rank main_process_ip main_process_port multi_gpu").split()
 
 
 def _yaml(record: Json, processes: int) -> str:
-    """The Accelerate YAML of the run; without one, a shipped one for these processes."""
+    """Return the run's Accelerate YAML; without one, a shipped YAML for these processes."""
     path = record.get("accelerate_config") or str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
-    if not existing_path(path) and shipped(Path(path).name).is_file():  # that of another environment
+    if not existing_path(path) and shipped(Path(path).name).is_file():  # a shipped YAML of another environment
         return str(shipped(Path(path).name))
     return path
 
 
 def _left_out(record: Json) -> list[str]:
-    """The flags of the run's launcher that rerun does not give again."""
+    """Return the flags of the run's launcher that rerun does not repeat."""
     launcher = record.get("launcher") or []
     words = [word for word in launcher if word.startswith("--") and by_accelerate(launcher)]
     return [word for word in words if word[2:].partition("=")[0].replace("-", "_") not in _PLACEMENT]
@@ -117,16 +117,16 @@ def _left_out(record: Json) -> list[str]:
 
 # --- What differs ---------------------------------------------------------------------------------
 
-# Where the Hub is, and which GPUs are seen: model, data and GPUs are compared themselves.
+# Variables of the Hub and of visible GPUs: model, data and GPUs themselves are compared.
 _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 
 def _matters(row: Row, record: Json, run: RunSpec) -> bool:
-    """True if the difference can change what is trained: without it the run repeats exactly. False
-    if it follows from another one, or a version does not have it.
+    """True if the difference can change the training, which repeats exactly without such a
+    difference. False if it follows from another difference, or one version lacks the setting.
     """
     name, then = row.name, row.values[0]
-    if row.part == "contents":  # what is missing here is a problem of its own
+    if row.part == "contents":  # missing data or a missing model is a problem of its own
         flag = next(flag for flag, what in MATERIAL.items() if what == name)
         return bool(run[flag] or not record["settings"].get(flag, {}).get("value"))
     if row.part == "environment":
@@ -141,5 +141,5 @@ def _matters(row: Row, record: Json, run: RunSpec) -> bool:
         return record.get("world_size") in (None, run.world_size)
     if run.setting(name).source == COMMAND_LINE:
         return True
-    given_again = not recorded.is_derived(row.entries[0]["source"])  # and refused, if it is not legal here
+    given_again = not recorded.is_derived(row.entries[0]["source"])  # and is refused if it is not legal here
     return name not in recorded.at_a_place(record) and (recorded.is_legal(name, then) or not given_again)

@@ -1,6 +1,6 @@
 """`recipes prepare`, `fit`, `train`, `submit`, `status` and `logs`: one training, here or as a job.
 
-What submitting does is in `launch.jobs.submit`.
+`launch.jobs.submit` does the submitting.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from recipes.run import resolve, with_flags
 from recipes.run.engine import from_yaml
 from recipes.run.files import find_yaml, shipped
 
-_RECIPE = "--recipe NAME  one of `recipes list`, or a file of your own [--config's, or standard]\n"
+_RECIPE = "--recipe NAME  one of `recipes list`, or a file of your own [the one in --config, or standard]\n"
 _YAML = "--accelerate_config FILE|NAME  instead of the recipe's own YAML\n"
-_HERE = "--num_processes N  processes here [num_processes of an Accelerate YAML of your own, or one per GPU]\n"
+_HERE = "--num_processes N  processes on this machine [num_processes of your own Accelerate YAML, or one per GPU]\n"
 _SUBMIT = f"""
-{_RECIPE}{_YAML}--nodes N  [1]
---processes_per_node N  one per GPU
---dry_run      print what would be sent, send nothing
---output FILE  with --dry_run: write it there, and its code beside it
---preflight    `recipes doctor` on every node first: a failed check ends the job
+{_RECIPE}{_YAML}--nodes N      number of nodes [1]
+--processes_per_node N  processes on each node [one per GPU]
+--dry_run      print the job instead of sending it
+--output FILE  with --dry_run: write the job to FILE, and its code beside FILE
+--preflight    run `recipes doctor` on every node first: a failed check ends the job
 """
-_SHOW = "--show N  print so many examples, decoded, with what is learned between « and »"
-_FOLDER = "[FOLDER]  output folder of a run, or of several: the newest [outputs]\n"
+_SHOW = "--show N  print N examples, decoded, with the learned tokens between « and »"
+_FOLDER = "[FOLDER]  output folder of a run, or a folder of runs: the newest first [outputs]\n"
 
 
 def add_parser(commands: Commands) -> None:
     data = "Tokenize a run's data into the datasets cache, on every core and without a GPU. train.py with the same "
-    data += "flags and HF_HOME then starts at once. If it is killed, the same command continues. The printed folder "
+    data += "flags and HF_HOME then starts at once. If `prepare` is killed, repeat it to continue. The printed folder "
     commands.add_parser("prepare", description=data + "may be removed when no run needs it.").takes(prepare, _SHOW)
     description = "Check the run, then train here in this terminal: `accelerate launch` with the recipe's YAML."
     parser = commands.add_parser("train", description=description)
@@ -56,20 +56,20 @@ def add_parser(commands: Commands) -> None:
     commands.add_parser("fit").takes(fit, _RECIPE + _HERE + _YAML)
     targets = commands.add_parser("submit").add_subparsers(dest="target", required=True, metavar="|".join(TARGETS))
     for name, target in TARGETS.items():
-        epilog = f"Defaults of the target's own flags, from --{fields(target)[0].name} on, can stand under "
-        epilog += f"`{name}:` in {site_file()}; the command line wins."
+        epilog = f"Defaults of the target's own flags, from --{fields(target)[0].name} on, can be set under "
+        epilog += f"`{name}:` in {site_file()}; the command line overrides them."
         usage = f"recipes submit {name} [flags] -- [train.py flags]"
         parser = targets.add_parser(name, usage=usage, help=target.HELP, description=target.HELP, epilog=epilog)
         parser.takes(submit_run, _SUBMIT, nodes=1)
         add_fields(parser, target)
     commands.add_parser("status").takes(show_status, _FOLDER, folder="outputs")
     parser = commands.add_parser("logs")
-    parser.add_argument("-f", "--follow", action="store_true", help="until the run has ended")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run has ended")
     parser.takes(show_logs, _FOLDER, folder="outputs")
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tokenize the data of a run, and print where the tokens lie, how many there are, and so many
+    """Tokenize the data of a run. Print the number and the folder of the tokens and, with --show,
     examples as training sees them.
     """
     StopRequest().listen()
@@ -78,8 +78,8 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if not run["dataset_name"]:
         raise mistake("dataset_name", "there is nothing to prepare", "--dataset_name FILE_OR_ID")
     if run["dataset_streaming"]:
-        what = "there is nothing to prepare: a stream is tokenized while it trains"
-        raise mistake("dataset_streaming", what, "leave it out, here and in the training")
+        what = "there is nothing to prepare: a stream is tokenized during the training"
+        raise mistake("dataset_streaming", what, "leave --dataset_streaming out, here and in the training")
     quiet_libraries(run["verbose"])
     prepare_environment(run)
     from launch.data.load import load_data, shown_examples
@@ -87,7 +87,7 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
     from launch.training.model import known_classes, load_tokenizer, with_model
 
     began, tokenizer = time.monotonic(), load_tokenizer(run)
-    run, _ = with_model(run, tokenizer)  # a classifier's tokens end where its model does
+    run, _ = with_model(run, tokenizer)  # a classifier's examples are cut at the longest input of its model
     for _, found in of_parts(run, tokenizer):
         folder = found.folder
         assert folder is not None
@@ -104,7 +104,7 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
-    """Replace this process by the launcher of the run, whose exit code is train.py's.
+    """Replace this process by the launcher of the run, which exits with train.py's exit code.
 
     Raises `UserError` with every problem.
     """
@@ -116,7 +116,7 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
         f"starting {plural(job.processes_per_node, 'process')}, {job.run.recipe.name} on {job.run.engine_title}",
         console(),
     )
-    block_until_listening()  # the launcher handles them once it has imported what does
+    block_until_listening()  # until the launcher has imported its signal handlers
     os.execv(sys.executable, [*launch_words(job), *job.command])
 
 
@@ -139,7 +139,7 @@ def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def in_own_yaml(name: str | None) -> int | None:
-    """`num_processes` in the user's own Accelerate YAML; None for a shipped one."""
+    """Return `num_processes` in the user's own Accelerate YAML; None for a shipped YAML."""
     if name is None:
         return None
     file = find_yaml(name)

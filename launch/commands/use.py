@@ -1,6 +1,6 @@
-"""`recipes evaluate`, `generate` and `merge`: the model of a run, measured, tried, made one.
+"""`recipes evaluate`, `generate` and `merge`: measure or try the model of a run, merge its adapter.
 
-All load it as the run did: with its tokenizer and precision, and an adapter on its base model.
+All load the model as the run did: with the run's tokenizer and precision, an adapter on its base.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _EVALUATE = "FOLDER  the --output_dir of a run, or one of its checkpoints"
 _GENERATE = f"""
 {_EVALUATE}
 PROMPT              a message to a chat model, or the beginning of a text
---max_new_tokens N  the longest answer [100]
+--max_new_tokens N  the most tokens of the answer [100]
 """
 _MERGE = f"""
 {_EVALUATE}
 --output FOLDER             where to write the model [FOLDER/merged]
 --model_name_or_path MODEL  the base model [the one that the run trained]
 """
-# Of the largest logit: how far those of the merged model may be from those of adapter plus base.
+# How far the merged logits may be from those of adapter plus base, relative to the largest logit.
 # The merged weights are rounded to the type of the base model.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-INPUTS, LENGTH = 3, 16  # sequences that both are asked, and their tokens
-# What a run does besides its training: an evaluation saves, sends and adds nothing.
+INPUTS, LENGTH = 3, 16  # sequences that both models get, and tokens of each
+# The settings that turn off what only a training does, such as saving and reporting.
 _OFF = {
     "eval_strategy": "epoch", "save_strategy": "steps", "load_best_model_at_end": False, "push_to_hub": False,
     "report_to": "none", "measure": None, "fit": False, "early_stopping_patience": None, "fresh": False,
@@ -57,17 +57,17 @@ _OFF = {
 
 def add_parser(commands: Commands) -> None:
     text = "Measure the model of a run on its --dataset_test_split, or with --dataset_name FILE_OR_ID on other data: "
-    text += "on their split `train`, if --dataset_test_split names no other. train.py's other flags change settings."
+    text += "on its split `train`, unless --dataset_test_split names another. train.py's other flags change settings."
     commands.add_parser("evaluate", description=text).takes(evaluate, _EVALUATE)
     text = "Generate with the model of a run. If its tokenizer has a chat template, the prompt is a user's message."
     commands.add_parser("generate", description=text).takes(generate, _GENERATE, max_new_tokens=100)
     text = "Merge a trained adapter (LoRA and its like) into its base model, and write a model that any library loads, "
-    text += "with tokenizer and generation config. Before it is written, its logits are compared with those of both."
+    text += "with tokenizer and generation config. Its logits are first compared with those of base plus adapter."
     commands.add_parser("merge", description=text).takes(merge, _MERGE)
 
 
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print what Trainer's evaluation returns."""
+    """Print the metrics that Trainer's evaluation returns."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics = _evaluated(Path(options.folder), argv, scratch)
     rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if is_figure(name) and name != "epoch"]
@@ -85,7 +85,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     run = _run_of(folder, argv, {**_OFF, **other, "output_dir": scratch}, "train.py")
     if not run["dataset_test_split"]:
         what = "the run held no data out to evaluate on"
-        raise mistake("dataset_name", what, "--dataset_name FILE_OR_ID, other data with the same columns")
+        raise mistake("dataset_name", what, "--dataset_name FILE_OR_ID of other data with the same columns")
     require_legal(run)
     prepare_process(run)
     from launch.data.load import load_data
@@ -101,11 +101,11 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
 
 
 def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the answer while it is generated."""
+    """Generate an answer, and print it while it is generated."""
     folder = Path(options.folder)
     run = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
     if run["task"] != "causal_lm":
-        raise mistake("FOLDER", f"{folder} holds a classifier, which generates nothing", f"recipes evaluate {folder}")
+        raise mistake("FOLDER", f"{folder} holds a classifier, which generates no text", f"recipes evaluate {folder}")
     prepare_process(run)
     import torch
     from transformers import TextStreamer
@@ -130,7 +130,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_by: Any) -> RunSpec:
-    """The run of a folder, in one process here, with flags and settings that change it."""
+    """Return the run of a folder, for one process here, with changed flags and settings."""
     quiet_libraries(verbose=False)
     file = _record_of(folder)
     settings = recorded.read(file, "FOLDER")["settings"]
@@ -141,11 +141,11 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
     if errors := [problem for problem in run.problems if problem.severity == "error"]:
         raise UserError(*errors)
-    return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained: no engine has to divide it
+    return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained: no engine has to shard it
 
 
 def _record_of(folder: Path) -> Path:
-    """The run.json of a run's folder; of a checkpoint or merged model in it, that of the run."""
+    """Return the run.json in a folder, or for a checkpoint or merged model that of its run."""
     own, around = recorded.file_of(folder), recorded.file_of(folder.parent)
     return around if folder.is_dir() and not own.is_file() and around.is_file() else own
 
@@ -160,7 +160,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
                 raise ValueError(f"there is no place for {plural(len(strange), 'tensor')} such as {strange[0]}")
         except Exception as error:  # anything: no adapter, other shapes, a damaged file
             what = f"the adapter in {folder} does not fit {run['model_name_or_path']}: {one_line(error)}"
-            raise mistake("FOLDER", what, "the model that it was trained on, with all of its files") from None
+            raise mistake("FOLDER", what, "give the adapter's base model, and all of the adapter's files") from None
     return model
 
 
@@ -168,14 +168,14 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
 
 
 def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Returns 0, or 1 if the merged model is not equal, which is then not written."""
+    """Write a merged model and return 0; write nothing and return 1 if its logits differ."""
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():
-        newest = next(map(str, numbered(folder)), "the --output_dir of a run with --use_peft, or a checkpoint of it")
+        newest = next(map(str, numbered(folder)), "give the folder of a run with --use_peft, or of its checkpoint")
         raise mistake("FOLDER", f"{folder} holds no adapter", newest)
     if output.exists():
-        raise mistake("output", f"{output} is there already", "--output with a new folder")
+        raise mistake("output", f"{output} exists already", "give --output a new folder")
     record = recorded.read(_record_of(folder), "FOLDER")
     other = {"model_name_or_path": options.model_name_or_path, "model_revision": "main"}
     whole = {"eval_strategy": "no", "load_in_4bit": False, "gradient_checkpointing": False, "attn_implementation": None}
@@ -183,11 +183,11 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     run = _run_of(folder, [], changed, "nobody")
     base = run["model_name_or_path"]
     if fingerprints.differ(record.get("model"), fingerprints.of_model(base, run["model_revision"])):
-        print_note(f"{base} is not what the adapter was trained on: its files differ from those of that run", out)
+        print_note(f"{base} is not the model that the adapter was trained on: the files have changed", out)
     for line in model_notes(folder, record.get("model_files") or {}) if recorded.file_of(folder).is_file() else ():
         print_note(line, out)
     if record["settings"]["load_in_4bit"]["value"]:
-        print_note("the adapter was trained on 4-bit weights: it is merged into the unquantised ones", out)
+        print_note("the adapter was trained on 4-bit weights: it is merged into the unquantised weights", out)
 
     prepare_process(run)
     from transformers import AutoTokenizer
@@ -204,11 +204,11 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     before, merged = _logits(model), model.merge_and_unload()
     difference = float((before - _logits(merged)).abs().max()) / (float(before.abs().max()) or 1.0)
     limit = TOLERANCE[dtype]
-    compared = f"{plural(INPUTS, 'input')} differ from adapter plus base by {difference:.1e} of the largest"
+    compared = f"{plural(INPUTS, 'input')} differ from adapter plus base by {difference:.1e} of the largest logit"
     if not difference <= limit:  # NaN too
         print_note(f"logits of {compared}, more than {limit:g} in {dtype}: nothing was written", out)
         return 1
-    merged.config.use_cache = merged.config.get_text_config().use_cache = True  # which a training turns off
+    merged.config.use_cache = merged.config.get_text_config().use_cache = True  # training turns the cache off
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as beside:
@@ -216,7 +216,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
                 part.save_pretrained(Path(beside, "whole"))
             Path(beside, "whole").rename(output)
     except OSError as error:
-        raise mistake("output", f"{output} cannot be written: {error.strerror}", "--output elsewhere") from None
+        raise mistake("output", f"{output} cannot be written: {error.strerror}", "choose another --output") from None
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
     lines = [f"merged   {folder} into {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
     out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)
@@ -224,7 +224,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _logits(model: Any) -> torch.Tensor:
-    """The logits of a few sequences of random tokens, the same at each call."""
+    """Return the logits of a few sequences of random tokens, the same sequences at each call."""
     import torch
 
     numbers = torch.Generator().manual_seed(0)

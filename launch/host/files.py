@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old or the new, and why the machine takes no more."""
+"""Write files atomically, and explain why the machine refuses a write."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from recipes.errors import one_line
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write or replace a file in one step: after a crash it is the old one or the new one.
+    """Write or replace a file atomically: after a crash it holds the old or the new content.
 
-    Makes its folder.
+    Creates the file's folder if it is missing.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}-{os.getpid()}")
@@ -27,27 +27,27 @@ def write_whole(file: Path, content: bytes) -> None:
             os.fsync(stream.fileno())
         unfinished.replace(file)
     finally:
-        with contextlib.suppress(OSError):  # on a read-only disk it raises even for a file that is not there
+        with contextlib.suppress(OSError):  # on a read-only disk unlink raises even for a missing file
             unfinished.unlink()
 
 
 def flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on the disk when this returns."""
+    """Flush a file's bytes, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError:
         if path.is_file():
-            raise  # some file systems of a network or a cloud cannot flush a folder
+            raise  # some network and cloud file systems cannot flush a folder
     finally:
         os.close(handle)
 
 
 def require_writable(folder: Path, size: int = 1) -> None:
-    """Raises `OSError` if no file of `size` bytes can be written into a folder, or into the
-    innermost one around it if it is missing.
+    """Raise `OSError` if no file of `size` bytes can be written into a folder. If the folder is
+    missing, its nearest existing parent is tested.
 
-    A file is really written: permissions say nothing of a read-only disk, or of root.
+    The test writes a real file: permissions do not show a read-only disk, and do not bind root.
     """
     while not folder.exists():
         folder = folder.parent
@@ -56,7 +56,7 @@ def require_writable(folder: Path, size: int = 1) -> None:
 
 
 class _Unheard(io.FileIO):
-    """A stream whose reader may go, and whose disk may be full: then what is printed is lost."""
+    """A stream that drops its output when its reader has gone or its disk is full."""
 
     def write(self, data) -> int:
         with contextlib.suppress(OSError):
@@ -65,8 +65,8 @@ class _Unheard(io.FileIO):
 
 
 def print_without_reader() -> None:
-    """From now on no print ends this process: a training goes on when `| head -1` has closed its
-    pipe, as it does under nohup, and saves its last step when its terminal is closed.
+    """Keep a failed print from ending this process: a training goes on after `| head -1` has closed
+    its pipe, as under nohup, and saves its last step after its terminal is closed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -76,27 +76,27 @@ def print_without_reader() -> None:
             setattr(sys, name, unheard)
 
 
-# --- The machine takes no more --------------------------------------------------------------------
+# --- Why the machine refuses a write --------------------------------------------------------------
 
-# The system's words, also inside a library's own, and the start of the remedy.
+# The system's error texts, which libraries quote in their own, and the start of each remedy.
 _REMEDIES = {
-    "No space left on device|Disk quota exceeded": "Make room",  # of inodes too: `df -i`
-    "Read-only file system": "Make it writable",
+    "No space left on device|Disk quota exceeded": "Make room",  # perhaps out of inodes: `df -i`
+    "Read-only file system": "Make the disk writable",
     "Too many open files": "Run `ulimit -n 4096`",
     "Bus error|exited unexpectedly|allocate shared memory|shared memory segment": (
-        "Make /dev/shm larger, or take --dataloader_num_workers 0"
+        "Make /dev/shm larger, or use --dataloader_num_workers 0"
     ),
 }
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[str, str] | None:
-    """What the machine refused, and the start of the remedy; None if an error has another reason.
+    """Return what the machine refused and the start of the remedy; None for other kinds of errors.
 
-    If `folder`, which the run has written to, takes no file now, that is the machine's doing too,
-    whatever a library makes of it: torch only says that its stream has failed.
+    An error also counts if no file can be written into `folder` now, which the run has written to.
+    The error's text may hide that: torch only reports that its stream has failed.
     """
     cause: BaseException | None = error
-    while cause is not None:  # the system's own error is often the cause of a library's
+    while cause is not None:  # the system's own error is often the cause of a library's error
         if remedy := _remedy(cause):
             return one_line(cause).rstrip("."), remedy
         cause = cause.__cause__ or cause.__context__
@@ -104,8 +104,8 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[s
         try:
             require_writable(folder, size=2**20)  # a full disk may still take a byte
         except OSError as refusal:
-            what = f"{folder} cannot be written any more: {refusal.strerror}"
-            return what, _remedy(refusal) or "Make it writable"
+            what = f"{folder} can no longer be written: {refusal.strerror}"
+            return what, _remedy(refusal) or "Make the disk writable"
     return None
 
 
@@ -114,11 +114,11 @@ def _remedy(error: BaseException) -> str | None:
 
 
 def end_workers_that_cannot_send() -> None:
-    """From now on a DataLoader worker ends if it has no shared memory or no files for its batch.
+    """End a DataLoader worker that lacks the shared memory or the open files to send its batch.
 
-    Python only prints that the batch cannot be sent, and torch waits for it forever.
+    By default Python only prints that the batch cannot be sent, and torch waits for it forever.
     """
-    import multiprocessing  # which no mistake has to wait for
+    import multiprocessing  # imported here, so that commands without a DataLoader start fast
     from multiprocessing.queues import Queue
 
     def end_worker(error: Exception, item: object) -> None:

@@ -1,10 +1,9 @@
-"""`accelerate launch` that prints nothing after a failed rank, and what ranks know of their
-launcher.
+"""A quiet `accelerate launch`, and functions that tell a rank about its launcher.
 
-Started by path, with the same arguments. accelerate and torch elastic answer the failure of a rank
-with a traceback of their own and exit code 1. Here accelerate's own parser and launch_command run,
-nothing is printed after what the rank has printed, and the exit code is that of the rank that
-failed first.
+This file is started by its path, with the arguments of `accelerate launch`. accelerate and torch
+elastic answer the failure of a rank with a traceback of their own and exit code 1. This launcher
+runs accelerate's own parser and launch_command, prints nothing after the output of the failed rank,
+and exits with the code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ _say = partial(print, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: that of the first rank that failed, 128 + n if signal n killed it, 130 after
-    Ctrl-C.
+    """Return the exit code: that of the first rank that failed, 128 + n if signal n killed that
+    rank, 130 after Ctrl-C, 75 after another stop signal.
     """
     listen()
-    from accelerate.commands import launch  # seconds: it imports torch
+    from accelerate.commands import launch  # takes seconds: it imports torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.CRITICAL)  # torch elastic logs every end of a rank
+    logging.disable(logging.CRITICAL)  # torch elastic logs the end of every rank
     args = launch.launch_command_parser().parse_args(argv)
-    args.quiet = False  # it would turn every exit code into 1
-    args.signals_to_handle = "none"  # or torch elastic takes the signals, and forgets how the ranks end
+    args.quiet = False  # `quiet` turns every exit code into 1
+    args.signals_to_handle = "none"  # else torch elastic handles them, and loses the ranks' exit codes
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
         return _exit_code_of(*_first_to_fail(error))
-    except subprocess.CalledProcessError as error:  # of a single process
+    except subprocess.CalledProcessError as error:  # the run has a single process
         return _exit_code_of(0, error.returncode)
     except Exception as error:
         _say(f"accelerate launch: {one_line(error)}")
@@ -74,53 +73,53 @@ _received: set[int] = set()
 
 
 def listen() -> None:
-    """Pass signals on to the ranks. A second Ctrl-C kills them.
+    """Forward signals to the ranks. A second Ctrl-C kills the ranks.
 
-    accelerate passes nothing on to a single process, and dies of SIGUSR1.
+    accelerate itself forwards no signal to a single process, and dies of SIGUSR1.
     """
     for number in PASSED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in a shell's background
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup or a shell's background job ignores it
             signal.signal(number, _pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked the signals
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
     kills = number == signal.SIGINT and number in _received
     _received.add(number)
     ranks = psutil.Process().children()
-    if not ranks:  # nothing has started yet
+    if not ranks:  # no rank has started yet
         os._exit(_exit_code_of_the_told())
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             if kills:
                 os.kill(rank.pid, signal.SIGKILL)
             elif number != signal.SIGINT or os.getsid(rank.pid) != os.getsid(0):
-                os.kill(rank.pid, number)  # a terminal interrupts its whole session itself
+                os.kill(rank.pid, number)  # a terminal sends Ctrl-C to its whole session itself
 
 
 def _exit_code_of(rank: int, code: int) -> int:
-    """The exit code of the launcher. A rank that was killed could not print anything itself."""
+    """Return the launcher's exit code. Print how a rank was killed: the rank itself could not."""
     if code >= 0:
         return code
-    if _received or -code in SIGNALS:  # it did not handle the signal yet
+    if _received or -code in SIGNALS:  # the rank did not handle the signal yet
         return _exit_code_of_the_told()
-    why = ": the kernel does that when RAM runs out (`dmesg` tells)" if -code == signal.SIGKILL else ""
+    why = ": the kernel kills a process when RAM runs out (see `dmesg`)" if -code == signal.SIGKILL else ""
     _say(f"rank {rank} was {how_it_ended(code)}{why}")
     return 128 - code
 
 
 def _exit_code_of_the_told() -> int:
-    """The exit code of a run whose ranks were ended before they could say why: this says it."""
+    """Print why the run ends, as its ranks ended before they could, and return its exit code."""
     interrupted = signal.SIGINT in _received
     _say("interrupted" if interrupted else "told to stop: run the same command again")
     return 130 if interrupted else EXIT_CODE
 
 
 def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
-    """The rank whose failure made the others fail, and its exit code.
+    """Return the rank whose failure made the other ranks fail, and its exit code.
 
-    torch itself ends the others by SIGTERM, unless they have lost their connection to it: then
-    their exit code is 1, perhaps before torch saw its end.
+    torch ends the other ranks by SIGTERM. A rank that lost its connection to the failed rank exits
+    with code 1 instead, perhaps before torch saw the failed rank end.
     """
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     late = {-signal.SIGTERM: 2, 1: 1}
@@ -128,14 +127,14 @@ def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
     return rank, codes[rank]
 
 
-# --- What a rank knows of its launcher ------------------------------------------------------------
+# --- The launcher of a rank -----------------------------------------------------------------------
 
-_parent = os.getpid(), os.getppid()  # this process, and what started it
+_parent = os.getpid(), os.getppid()  # this process and its parent
 
 
 def launcher_argv() -> list[str]:
-    """The command line of the launcher that started this process; empty if none did, or the system
-    does not tell.
+    """Return the command line of the launcher that started this process; empty if no launcher did,
+    or the system does not show the command line.
     """
     with contextlib.suppress(psutil.Error, OSError):
         words = psutil.Process(os.getppid()).cmdline()
@@ -145,8 +144,8 @@ def launcher_argv() -> list[str]:
 
 
 def first_environment() -> Mapping[str, str]:
-    """The variables that the user has set: those that the launcher was started with, or this
-    process if there is none. Since then launchers, libraries and we have set more.
+    """Return the environment that the user has set: the launcher's at its start, or this process's
+    at its start if there is no launcher. Launchers, libraries and we set more variables later.
     """
     try:
         return psutil.Process(os.getppid() if launcher_argv() else None).environ()
@@ -155,30 +154,30 @@ def first_environment() -> Mapping[str, str]:
 
 
 def threads_per_process(cores: int, processes: int) -> int:
-    """What a person asked for, or an equal share of the cores."""
+    """Return OMP_NUM_THREADS if a person has set it, or an equal share of the cores."""
     return own_threads() or max(1, cores // processes)
 
 
 def own_threads() -> int | None:
-    """The number in OMP_NUM_THREADS if a person has set it; None if nobody did.
+    """Return the number in OMP_NUM_THREADS if a person has set it, else None.
 
-    Launchers set it too, mostly to 1, which leaves all other cores idle: that one is not in the
-    environment that they were started with.
+    Launchers set the variable too, mostly to 1, which leaves all other cores idle. A launcher's
+    number is ignored: it is not in the environment that the launcher was started with.
     """
     number = (first_environment() if launcher_argv() else os.environ).get(THREADS, "")
     return int(number) if number.isdigit() and number != "0" else None
 
 
 def end_with_launcher() -> None:
-    """From now on: when the launcher ends, the kernel tells this rank to stop.
+    """Have the kernel send SIGTERM to this rank when its launcher ends.
 
-    No launcher that is killed tells its ranks, and `accelerate launch` dies of SIGUSR1. Nothing
-    happens in a run that none has started: a shell may exit and leave it in the background.
+    A killed launcher does not stop its ranks, and `accelerate launch` dies of SIGUSR1. A run
+    without a launcher is left alone: a shell may exit and leave the run in the background.
     """
     own, parent = _parent
     if launcher_argv():
         end_with_parent(signal.SIGTERM)
-    is_orphan = own == os.getpid() and os.getppid() != parent  # it has ended since this process began
+    is_orphan = own == os.getpid() and os.getppid() != parent  # the parent ended after this process began
     if is_orphan and {"RANK", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
         os.kill(own, signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""The memory of a process: its limit, its peak, and whether it ran out."""
+"""Limit the memory of a process, measure its peak, and recognise that memory ran out."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from recipes.errors import one_line
 _RAN_OUT = re.compile(
     r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|failed to map segment"
-    r"|libgomp: Thread creation failed|can't start new thread"  # no room for its stack
+    r"|libgomp: Thread creation failed|can't start new thread"  # no memory for the thread's stack
 )
 
 
 def limit(limit_bytes: int, cuda: bool) -> None:
-    """Let this process take at most `limit_bytes` from now on, including what it holds already.
+    """Limit this process's GPU memory or RAM to `limit_bytes`, including what it holds already.
 
     Linux limits the RAM that a process reserves, and thread stacks reserve far more than they use.
-    So the limit is on what is reserved on top of what is resident now. Raises `MemoryError` if the
-    process holds more already: under such a limit Python could not even report it.
+    So the process may reserve another `limit_bytes` minus the RAM resident now. Raises
+    `MemoryError` if more RAM is resident already: Python could not even report an error then.
     """
     if cuda:
         import torch
@@ -34,24 +34,24 @@ def limit(limit_bytes: int, cuda: bool) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         now = psutil.Process().memory_info()
         if now.rss > limit_bytes:
-            raise MemoryError(f"{now.rss:,} bytes are taken before the model, the limit is {limit_bytes:,}")
+            raise MemoryError(f"{now.rss:,} bytes are in use before the model is loaded, the limit is {limit_bytes:,}")
         soft = now.data + limit_bytes - now.rss
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def peak(cuda: bool) -> int:
-    """The most bytes that this process has held: reserved on its GPU, or else in RAM."""
+    """Return the most bytes that this process has held: reserved on its GPU, or else in RAM."""
     if cuda:
         import torch
 
         return torch.cuda.max_memory_reserved()
-    # psutil does not read the peak, and getrusage includes that of the parent process.
+    # psutil does not read the peak, and getrusage includes the parent process's peak.
     line = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.M)
     return int(line[1]) * 1024 if line else psutil.Process().memory_info().rss
 
 
 def says_it_ran_out(text: str) -> bool:
-    """True if the log of a process says that memory ran out."""
+    """True if the log of a process reports that memory ran out."""
     return bool(_RAN_OUT.search(text))
 
 
@@ -63,8 +63,8 @@ def ran_out(error: BaseException | None) -> bool:
 
 
 def shortage(error: BaseException) -> str:
-    """What was asked for, in the words of the library. Lifts this process's limit of RAM, because
-    explaining the failure takes some.
+    """Return the library's message about the failed allocation. Lifts this process's RAM limit
+    first, because explaining the failure takes RAM.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

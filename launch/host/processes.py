@@ -1,6 +1,6 @@
-"""Processes that a command starts on this machine: their start, their end, their logs.
+"""Start processes on this machine, end them, and read their logs.
 
-Started by path, this file is such a process itself: it calls `main` of one of our modules. So only
+Run as a script, this file is such a process itself: it calls `main` of one of our modules. So only
 this file has to know how a new Python finds our packages, which need not be installed.
 """
 
@@ -27,9 +27,9 @@ _KILL_SECONDS = 5  # a process inside a hanging driver survives even SIGKILL: wa
 
 
 def start(argv: list[str], log: IO[bytes], environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
-    """Start a command as the leader of a process group, where Ctrl-C does not reach it.
+    """Start a command as the leader of its own process group, which Ctrl-C does not reach.
 
-    It has no input, and its output goes to `log`.
+    The command has no input, and its output goes to `log`.
     """
     return subprocess.Popen(
         argv,
@@ -43,9 +43,9 @@ def start(argv: list[str], log: IO[bytes], environment: Mapping[str, str] = os.e
 
 @contextlib.contextmanager
 def group() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A list for started processes.
+    """Yield a list for started processes.
 
-    However the block ends, they are killed with everything that they started.
+    However the block ends, the listed processes and everything that they started are killed.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -61,19 +61,19 @@ def group() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @dataclass(frozen=True)
 class Child:
-    """A process that was asked something. Its folder holds the request, the answer and the log."""
+    """A process that was sent a request. `folder` holds the request, the answer and the log."""
 
     process: subprocess.Popen[bytes]
     folder: Path
 
     @property
     def answer(self) -> Any:
-        """Its answer, None if it has given none."""
+        """The answer of the process, None if there is none yet."""
         file = self.folder / _ANSWER
         return json.loads(file.read_text()) if file.exists() else None
 
     def end(self, lines: int = 1) -> str:
-        """The last lines of its log and, once it has ended, how."""
+        """Return the last lines of the log and, after the process has ended, how it ended."""
         code = self.process.poll()
         return "\n".join([*last_lines(self.folder / _LOG, lines), *([] if code is None else [how_it_ended(code)])])
 
@@ -82,9 +82,9 @@ class Child:
 def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = os.environ) -> Iterator[list[Child]]:
     """Call `main(folder)` of one of our modules in a new Python for each request, all at once.
 
-    There `request(folder)` is what was asked, and `answer` leaves what was found; both are JSON.
-    The new processes run the same copy of our packages as this one, leave PYTHONPATH to the user,
-    and die with this process. However the block ends, they are killed and their folders removed.
+    There `request(folder)` returns the request, and `answer` stores the result; both are JSON. The
+    new processes run the same copy of our packages as this one, leave PYTHONPATH to the user, and
+    die with this process. However the block ends, they are killed and their folders are removed.
     """
     with tempfile.TemporaryDirectory(prefix="recipes-", ignore_cleanup_errors=True) as scratch, group() as started:
         children = []
@@ -100,36 +100,36 @@ def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = o
 
 
 def request(folder: str) -> Any:
-    """The request that was put to this process."""
+    """Return the request that was sent to this process."""
     return json.loads(Path(folder, _REQUEST).read_text())
 
 
 def answer(folder: str, content: object) -> None:
-    """Answer the request. It appears as a whole, so that whoever watches never reads half of it."""
+    """Store the answer atomically: a process that polls for the file never reads half an answer."""
     written = Path(folder, f"{_ANSWER}.part")
     written.write_text(json.dumps(content))
     written.replace(Path(folder, _ANSWER))
 
 
 def watch(children: Sequence[Child]) -> Iterator[list[int | None]]:
-    """The exit codes, None while a process runs, 20 times a second until all have ended."""
+    """Yield all exit codes, None for a running process, 20 times a second until all have ended."""
     while None in (codes := [child.process.poll() for child in children]):
         yield codes
         time.sleep(0.05)
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines of a log, without empty lines at its end."""
+    """Return the last `count` lines of a log, without empty lines at its end."""
     return log.read_text(errors="replace").rstrip().splitlines()[-count:]
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words: "killed by SIGTERM", "exit code 3"."""
+    """Describe an exit code: "killed by SIGTERM", "exit code 3"."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def free_port() -> int:
-    """A TCP port that is free at this moment on every interface."""
+    """Return a TCP port that is free at this moment on every interface."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]
@@ -139,7 +139,7 @@ def import_own_packages() -> None:
     """Import our packages, whose folder is first on sys.path, and move that folder to the end.
 
     Another `launch` on PYTHONPATH (ROS 2 has one) must not hide ours. But a library that the user
-    has put there must hide an installed one.
+    has put on PYTHONPATH must hide an installed one.
     """
     for name in ("recipes", "launch"):
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Texts that look like a secret, kept out of records, and out of jobs that others read."""
+"""Keep texts that look like a secret out of records, and out of jobs that others can read."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from recipes.errors import UserError, mistake
 from recipes.run import HIDDEN, RunSpec
 
 # Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, and
-# passwords in addresses, by how each starts and how long it is.
+# passwords in URLs. Each is recognised by its beginning and its length.
 SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
     r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
 )
-# Names of variables and keys that hold one, or several. Not TOKENIZERS_PARALLELISM.
+# Names of variables and keys that hold secrets. TOKENIZERS_PARALLELISM is not one.
 _NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|[_-]KEYS?\b|APIKEY|ACCESSKEY)"
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
-# Files also count tokens, name special ones such as `pad_token`, and columns such as `text_key`.
+# Harmless names: counts of tokens, special tokens such as `pad_token`, columns such as `text_key`.
 _HARMLESS_NAME = re.compile(
     r"TOKENS|TOKEN_(?:TYPE|ID)|(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|SPECIAL)_TOKEN|(?:SORT|TEXT|LABEL|INPUT|COLUMN)[_-]KEY",
     re.IGNORECASE,
 )
-# Such a name with a value: `hub_token: x`, `API_KEY=x`, `{"name": "API_KEY", "value": "x"}`. Each
-# part is bounded, or a file of one long word would take minutes.
+# A secret's name with a value: `hub_token: x`, `API_KEY=x`, `{"name": "API_KEY", "value": "x"}`.
+# Each part is bounded: otherwise searching a file of one long word takes minutes.
 _ASSIGNED = re.compile(
     rf"""(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})["']?\]?(?:,?\s{{0,20}}["']?value["']?)?"""
     r"""\s{0,20}(?:[:,]|\+?=(?!=))\s{0,20}(?!(?:null|none|true|false|[-+\d._]+)\b)\S""",
     re.IGNORECASE,
 )
-_SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
+_SHORTEST = 8  # a shorter value is no key, and hiding it would hide half of a text
 
 
 def in_environment() -> set[str]:
-    """The values of environment variables whose names say that they are secret."""
+    """Return the values of environment variables whose names mark them as secret."""
     named = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return {value for value in named if len(value.strip()) >= _SHORTEST}
 
 
 def hide(content: Any, secrets: Collection[str] = ()) -> Any:
-    """`content`, of JSON's types, with these secrets and all that looks like one as `***`."""
+    """Return `content`, of JSON's types, with `***` for `secrets` and all that looks like one."""
     if isinstance(content, dict):
         return {hide(name, secrets): hide(value, secrets) for name, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -55,7 +55,7 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
 
 
 def recorded_text(text: str) -> str:
-    """The text of a file, or its hash behind `***` if it seems to hold a secret."""
+    """Return the text of a file, or `***` and a hash of the text if it seems to hold a secret."""
     assigned = any(not _HARMLESS_NAME.search(found[1]) for found in _ASSIGNED.finditer(text))
     if not assigned and hide(text, in_environment()) == text:
         return text
@@ -63,14 +63,14 @@ def recorded_text(text: str) -> str:
 
 
 def refuse_tokens(run: RunSpec) -> None:
-    """Raises `UserError` if a token is set, which would stand in the job's command."""
+    """Raise `UserError` if a token is set, which would appear in the job's command."""
     for name in run.given:
         if name.endswith("_token") and run[name]:
             raise _refused(name)
 
 
 def without_secrets(text: str) -> str:
-    """A job's text. Raises `UserError` if something in it looks like a secret."""
+    """Return a job's text. Raises `UserError` if a part of the text looks like a secret."""
     if found := SECRET.search(text):
         raise _refused(f"{found.group()[:6]}...")
     return text
@@ -78,4 +78,4 @@ def without_secrets(text: str) -> str:
 
 def _refused(subject: str) -> UserError:
     what = "looks like a secret, and would be written into the job, where others can read it"
-    return mistake(subject, what, "HF_TOKEN or the like in the environment of the job, or `hf auth login` there")
+    return mistake(subject, what, "set HF_TOKEN or the like in the job's environment, or run `hf auth login` there")

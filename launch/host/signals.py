@@ -1,8 +1,8 @@
-"""Stop requests: after SIGTERM, SIGUSR1 or SIGHUP to any rank, all save the same step and exit.
+"""Stop requests: SIGTERM, SIGUSR1 or SIGHUP to any rank makes all save the same step and exit.
 
-Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill it
-some time later. A terminal that is closed sends SIGHUP. Ctrl-C (SIGINT) is such a request too after
-the first step, and a second one stops at once.
+Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill the
+job some time later. A terminal that is closed sends SIGHUP. After the first step, Ctrl-C (SIGINT)
+is a stop request too, and a second Ctrl-C stops at once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from types import FrameType
 
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-PASSED_ON = (signal.SIGINT, *SIGNALS)  # by the launcher, to the ranks
+PASSED_ON = (signal.SIGINT, *SIGNALS)  # the launcher forwards these to the ranks
 
-_received: set[int] = set()  # by this process, since it handles them
+_received: set[int] = set()  # the signals that this process has handled
 _PATIENCE_SECONDS = 10
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Preempted(BaseException):
-    """The run was told to stop. Not an `Exception`, so that nothing catches it by accident."""
+    """A signal told the run to stop. Not an `Exception`, so that nothing catches it by accident."""
 
 
 class StopRequest:
-    """A request to stop this process. `signal` is the one that came, or None until then.
+    """A request to stop this process. `signal` names the first signal received; None before it.
 
-    `step` is the last optimizer step that has ended, of this run or of the one that it resumed.
+    `step` is the last optimizer step that has ended, of this run or of the run that it resumed.
     """
 
     signal: str | None = None
@@ -41,26 +41,26 @@ class StopRequest:
         self._pid = os.getpid()
 
     def listen(self) -> None:
-        """Handle the signals from now on."""
+        """Handle the stop signals from now on."""
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
     def defer(self) -> None:
-        """From now on only remember a signal: the current step or save is completed first."""
+        """Only record signals from now on, so that the current step or save is completed first."""
         self._deferred = True
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._interrupt)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a worker that loads data, which its parent ends
+        if os.getpid() != self._pid:  # a data-loading worker, which its parent ends
             return
         if self.signal or not self.step:  # before the first step there is nothing to save
             raise KeyboardInterrupt
         self._handle(number, frame)
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, b"\nstopping, after the step in progress; Ctrl-C again kills\n")
+            os.write(2, b"\nstopping after the step in progress; press Ctrl-C again to kill the run\n")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         _received.add(number)
@@ -71,19 +71,19 @@ class StopRequest:
 
 
 def block_until_listening() -> None:
-    """Keep the signals waiting until `StopRequest.listen` handles them."""
+    """Hold the signals back until `StopRequest.listen` handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
 
 
 def ignore_stop_requests() -> None:
-    """From now on: this process has failed and says why, while the launcher ends all ranks."""
+    """Ignore stop signals from now on: this rank has failed, and prints why before it ends."""
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _received.add(number))
 
 
 def is_spoken_for(met_by_all: bool = False) -> bool:
-    """True if this failed rank need not say why: torch elastic ends it because another rank has
-    failed first, and said so. Without torch elastic, only an error that is `met_by_all` counts.
+    """True if this failed rank need not print why: torch elastic ends it because another rank
+    failed first, and printed why. Without torch elastic, True only for an error `met_by_all` ranks.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return met_by_all

@@ -49,18 +49,18 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, the one that prints."""
+        """True on rank 0, the rank that prints."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """True on the first rank of a node: a mistake may exist on one node only."""
+        """True on a node's first rank, which prints mistakes: they may exist on one node only."""
         return self.rank % self.local_size == 0
 
     @contextlib.contextmanager
     def meeting(self, timeout: float) -> Iterator[None]:
-        """Before the process group: nodes may take hours longer in it than others, and leave
-        together.
+        """Let all ranks leave the block together, before the process group exists. One node may
+        take hours longer than another in the block.
 
         The ranks of one node need no meeting: they read the same data, and are ready at once.
         Raises `Failure` if a rank gives no sign of life for `timeout` seconds.
@@ -73,9 +73,9 @@ class World:
             self.gather(None, timeout)
 
     def decide(self, decision: Callable[[], T]) -> T:
-        """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`.
+        """Call `decision` on rank 0. Every rank returns its result or raises its `UserError`.
 
-        If rank 0 fails otherwise, the other ranks raise a `Failure` instead of waiting for it.
+        After any other error on rank 0, the other ranks raise a `Failure` instead of waiting.
         """
         own: tuple[Any, Exception | None] = None, None
         if self.is_main:
@@ -92,10 +92,10 @@ class World:
         return result
 
     def gather(self, own: T, timeout: float = math.inf) -> list[T]:
-        """What every rank passes here, in the order of ranks, once all have come.
+        """Return what every rank passes here, in the order of ranks, once all ranks have called.
 
-        Before the process group, raises `Failure` if a rank neither comes nor gives a sign of life
-        for `timeout` seconds.
+        Before the process group exists, raises `Failure` if a rank neither calls nor gives a sign
+        of life for `timeout` seconds.
         """
         if self.size == 1:
             return [own]
@@ -116,15 +116,15 @@ class World:
             found[other] = pickle.loads(store.get(f"{number}/{other}"))
         store.add(f"{number}/heard", 1)
         while self.is_main and store.add(f"{number}/heard", 0) < self.size:
-            time.sleep(0.05)  # it may serve the store, and end at once
+            time.sleep(0.05)  # rank 0 may serve the store, and may end next
         return found
 
     @contextlib.contextmanager
     def heartbeat(self, timeout: int) -> Iterator[None]:
-        """In a process group: give signs of life, and note if the next rank gives none.
+        """Give signs of life in a process group, and print a note if the next rank gives none.
 
-        Raises `RankHangs` with the names of those that did not answer, on one rank, and `Failure`
-        on others, for an error that means that an exchange took longer than `timeout` seconds.
+        If a collective takes longer than `timeout` seconds, one rank raises `RankHangs` and the
+        others `Failure`, with the names of the ranks that did not answer.
         """
         if self.size == 1:
             yield
@@ -137,7 +137,7 @@ class World:
             except RuntimeError as error:
                 if not any(words in str(error) for words in _TIMED_OUT):
                     raise
-                # A rank that waited has seen the same, or has lost its connection and left.
+                # A rank that waited has met the same error, or has lost its connection and left.
                 store.set(f"waited/{self.rank}", "")
                 time.sleep(2 * _BEAT_SECONDS)
                 inside = {rank: name for rank in range(self.size) if (name := _last(store, rank).partition(" ")[2])}
@@ -148,24 +148,24 @@ class World:
 
 
 # --- Signs of life --------------------------------------------------------------------------------
-# A thread of each rank gives them in a store of torch.distributed: through an evaluation, a save or
-# a compilation too, and at no cost for a step. Without them gloo only says that it timed out, and a
-# GPU's rank that is stopped is missed after half an hour, by no name.
+# A thread of each rank writes them to a store of torch.distributed, also during an evaluation, a
+# save or a compilation. They cost a step no time. Without them gloo only reports that it timed out,
+# and a stopped rank on a GPU is noticed after half an hour, and not named.
 
 _BEAT_SECONDS = 5.0
-_SILENT_SECONDS = 60.0  # then it is noted; a library that reads data may hold Python for some seconds
-_TIMED_OUT = ("Timed out waiting", "wait timeout after", "Application timeout")  # gloo's words, and the store's
+_SILENT_SECONDS = 60.0  # a longer silence is reported; reading data may hold Python's lock for some seconds
+_TIMED_OUT = ("Timed out waiting", "wait timeout after", "Application timeout")  # of gloo and of the store
 _gathers = itertools.count()
 
 
 class RankHangs(Failure):
-    """Ranks did not answer within `ddp_timeout`. The first of those that waited raises it."""
+    """Ranks did not answer within `ddp_timeout`. The first rank that waited raises this error."""
 
 
-@functools.cache  # rank 0's also serves the training that follows, at the same address
+@functools.cache  # rank 0's store also serves the training that follows, at the same address
 def early_store(world: World) -> Store:
-    """A store for all ranks before their process group: that of torchrun or `accelerate launch`;
-    without one, rank 0's at the address where the training will meet.
+    """Return a store for all ranks before their process group: the store of torchrun or
+    `accelerate launch`, or else a store of rank 0 at the address where the training will meet.
     """
     from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -174,25 +174,25 @@ def early_store(world: World) -> Store:
     serves = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # apart from what a failed attempt has left
     return PrefixStore(f"early/{attempt}", store)
 
 
 @contextlib.contextmanager
 def _beating(world: World, store: Store) -> Iterator[Store]:
-    """Give signs of life in the block. A store for this thread and the one that gives them."""
-    store, left = store.clone(), threading.Event()  # the main thread may wait in the original
+    """Give signs of life in the block from a second thread. Yields the store of both threads."""
+    store, left = store.clone(), threading.Event()  # the main thread may be waiting in the original store
     thread = threading.Thread(target=_beat, args=(store, world, left), daemon=True)
     thread.start()
     try:
         yield store
     finally:
         left.set()
-        thread.join(_BEAT_SECONDS)  # otherwise its last message could be a sign of life
+        thread.join(_BEAT_SECONDS)  # otherwise the thread's last message could be a sign of life
 
 
 def _beat(store: Store, world: World, left: threading.Event) -> None:
-    """Until this rank leaves, or its launcher ends, which holds the store."""
+    """Give signs of life until this rank leaves, or its launcher, which holds the store, ends."""
     parent, after = os.getppid(), (world.rank + 1) % world.size
     name, silence = f"rank {world.rank} (pid {os.getpid()} on {socket.gethostname()})", _silence(store, after)
     noted = False
@@ -205,12 +205,12 @@ def _beat(store: Store, world: World, left: threading.Event) -> None:
             if silent and not noted:
                 line = f"{seen.partition(' ')[2]}: no answer for {_SILENT_SECONDS:.0f} s. Is it stopped?"
                 print(line, file=sys.stderr, flush=True)
-            noted = silent  # once in a silence
-        store.set(f"heartbeat/{world.rank}", "")  # it has left
+            noted = silent  # one note per silence
+        store.set(f"heartbeat/{world.rank}", "")  # this rank has left
 
 
 def _silence(store: Store, rank: int) -> Iterator[float]:
-    """At each call, the seconds since a rank's last sign of life has been seen."""
+    """Yield, each time, the seconds since a rank's last sign of life was seen."""
     last, since = _last(store, rank), time.monotonic()
     while True:
         yield time.monotonic() - since
@@ -219,16 +219,16 @@ def _silence(store: Store, rank: int) -> Iterator[float]:
 
 
 def _last(store: Store, rank: int) -> str:
-    """The last sign of life of a rank, its number and name; empty if it has given none or left."""
+    """Return a rank's last sign of life: number and name; empty if the rank gave none or left."""
     key = f"heartbeat/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
 
 
-# --- As it was launched ---------------------------------------------------------------------------
+# --- The launched run -----------------------------------------------------------------------------
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:
-    """The world that a launcher announced, or else of this process alone."""
+    """Return the world that a launcher announced, or else the world of this process alone."""
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
         return World()
     size = int(environment["WORLD_SIZE"])
@@ -236,7 +236,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises `UserError` if several processes were started that would not find each other."""
+    """Raise `UserError` if several processes were started that would not find each other."""
     starters = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
     for variable, starter in starters.items():
         count = int(environment.get(variable, "1") or 1)
@@ -246,13 +246,13 @@ def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
-    """The run of a launched process, on the engine that will execute it, and with its fit.json."""
+    """Return a launched process's run, with the engine that will execute it and its fit.json."""
     place = here(world.size, local_world_size=world.local_size, launched=True)
     return with_fit(resolve(argv, place, settings=settings))
 
 
 def prepare_process(run: RunSpec) -> None:
-    """Prepare the environment, and DeepSpeed if it trains, before other libraries are imported."""
+    """Prepare the environment, and a DeepSpeed engine, before other libraries are imported."""
     prepare_environment(run)
     if run.engine.kind == "deepspeed":
         if not run["verbose"]:  # DeepSpeed prints a line for each operator that it has compiled
@@ -271,7 +271,7 @@ def prepare_environment(run: RunSpec) -> None:
         os.environ.update({**alone, "MASTER_PORT": str(free_port()), **os.environ})
     if run["measure"]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a banner
-    if run["expandable_segments"]:  # torch reads one of them at the first use of a GPU; its last word wins
+    if run["expandable_segments"]:  # torch reads one of the two at the first use of a GPU; the last entry wins
         others = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         words = ",".join(filter(None, (others, "expandable_segments:True")))
         os.environ.update(PYTORCH_ALLOC_CONF=words, PYTORCH_CUDA_ALLOC_CONF=words)
@@ -281,7 +281,7 @@ def prepare_environment(run: RunSpec) -> None:
 
 
 def use_threads(run: RunSpec, world: World) -> None:
-    """Compute on this process's share of the cores, on a CPU or in DeepSpeed's Adam of an offload.
+    """Use this process's share of the cores for training on a CPU or for DeepSpeed's CPU Adam.
 
     `accelerate launch` leaves each process one thread.
     """
@@ -293,10 +293,10 @@ def use_threads(run: RunSpec, world: World) -> None:
 
 @contextlib.contextmanager
 def process_group(run: RunSpec, world: World) -> Iterator[None]:
-    """Join the process group, and leave it at the end.
+    """Join the process group, and leave it at the end of the block.
 
-    Raises `Failure` if a rank does not join within `ddp_timeout` seconds, `UserError` if their
-    micro-batches differ: fit.json holds for the devices of its own node.
+    Raises `Failure` if a rank does not join within `ddp_timeout` seconds, and `UserError` if the
+    ranks' micro-batches differ: a fit.json holds for the devices of its own node.
     """
     import torch
 
@@ -306,7 +306,7 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
     try:
         sizes = sorted(set(world.gather(run.batch.micro)))
         if len(sizes) > 1:  # the ranks would wait for each other
-            what = f"the ranks have micro-batches of {', '.join(map(str, sizes))}"
+            what = f"the ranks have different micro-batches: {', '.join(map(str, sizes))}"
             raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {sizes[0]}")
         with world.heartbeat(run["ddp_timeout"]):
             yield
@@ -319,35 +319,35 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
 
 
 def _join(run: RunSpec) -> None:
-    """Join as TrainingArguments do, which then find the group."""
+    """Join by building TrainingArguments. The training's own TrainingArguments find the group."""
     import torch
     from transformers import TrainingArguments
 
-    # With `use_cpu` they hand it on to nobody, and torch's own limit is half an hour.
+    # With `use_cpu` TrainingArguments do not forward ddp_timeout: torch's own is half an hour.
     torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=run["ddp_timeout"])
     try:
         arguments_for(run, TrainingArguments)
-    except ValueError as error:  # the backend is not in this build of torch
+    except ValueError as error:  # this build of torch lacks the backend
         source = run.setting("ddp_backend").source
-        raise mistake("ddp_backend", str(error), "leave it out: gloo on a CPU, nccl on GPUs", source) from None
+        raise mistake("ddp_backend", str(error), "leave it out: gloo is used on a CPU, nccl on GPUs", source) from None
     except torch.distributed.DistError as error:
-        what = f"the ranks of the run were not all there within {run['ddp_timeout']} s (ddp_timeout)"
+        what = f"not all ranks of the run joined within {run['ddp_timeout']} s (ddp_timeout)"
         raise Failure(f"{what}: {one_line(error)}") from None
     if run.engine.kind == "deepspeed" and run.world_size > 1:
         from deepspeed import comm
 
-        # On a CPU accelerate does not hand it the group if --deepspeed is beside a launch of plain
-        # DDP, and ZeRO-3 would divide the weights of the model among one process.
+        # On a CPU accelerate does not give DeepSpeed the group if --deepspeed is added to a launch
+        # of plain DDP: ZeRO-3 would then divide the weights of the model among one process.
         if not comm.is_initialized():
             comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def leave_group() -> None:
-    """Leave the process group, if there is one, when gloo's threads have dropped their tensors.
+    """Leave the process group, if there is one, after gloo's threads have dropped their tensors.
 
-    Such a thread needs Python's lock, and the end of the group holds that while it waits for the
-    thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13): once in thousands of
-    trainings, a rank whose last exchange was just before hung for ever.
+    Such a thread needs Python's lock, and the end of the group holds the lock while it waits for
+    the thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13). Once in thousands of
+    trainings, a rank whose last collective came just before the end hung for ever.
     """
     import torch
 
@@ -361,9 +361,9 @@ def leave_group() -> None:
 
 @functools.cache  # once in a process
 def compile_safely() -> None:
-    """From now on no compilation, which takes minutes, waits for the lock of a process that was
-    killed. torch's lock is a file that says by being there that it is locked. The kernel takes ours
-    back.
+    """Keep compilations, which take minutes, from waiting for the lock of a killed process. torch's
+    lock is a file that stays locked as long as the file exists. The kernel releases our lock when
+    the process ends.
     """
     from torch.utils import cpp_extension
 
@@ -372,10 +372,10 @@ def compile_safely() -> None:
     def load(name: str, *args: Any, **kwargs: Any) -> Any:
         folder = Path(kwargs.get("build_directory") or cpp_extension._get_build_directory(name, verbose=False))
         if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob("*.so")):
-            line = "this takes minutes, and only once; if another process does, until it has"
+            line = "this takes minutes, and only once; this process waits if another one compiles it"
             print(f"compiling {name} into {folder}: {line}", file=sys.stderr, flush=True)
         with FileLock(folder / "flock"):
-            (folder / "lock").unlink(missing_ok=True)  # torch's
+            (folder / "lock").unlink(missing_ok=True)  # torch's lock
             return compiles(name, *args, **kwargs)
 
     cpp_extension.load = load

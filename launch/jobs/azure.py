@@ -1,8 +1,8 @@
-"""The target `azureml`: the YAML that `az ml job create -f` takes, sending it, and reading one.
+"""The target `azureml`: write a job's YAML for `az ml job create -f`, send the job, read a YAML.
 
 The job has one process per node, which calls `accelerate launch`: Azure ML itself reads no
-Accelerate YAML, and DeepSpeed and FSDP are chosen there. Its SDK judges a job's YAML; here is only
-what it does not say.
+Accelerate YAML, and that YAML chooses DeepSpeed or FSDP. Azure's SDK checks a job's YAML; this file
+checks only what the SDK misses.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import Job as SdkJob
 
 INSTALL = "pip install azure-ai-ml==1.35.2 azure-identity"  # the extra `azureml` of pyproject.toml
-CODE = "recipes-code"  # the folder beside the job's YAML, which names it
+CODE = "recipes-code"  # the folder of the job's code, beside the job's YAML
 ENVIRONMENT = "azureml/environment"
-_LEFT_OUT = ("__pycache__", "*.pyc", ".*", "accelerate_configs", "azureml")  # the last two where a wheel has them
-_PACKAGES = frozenset({"mlflow"})  # what azureml/environment/requirements.txt adds to our own requirements
-_WORKSPACE = ("subscription_id", "resource_group", "workspace_name")  # as in the config.json of the studio
+_LEFT_OUT = ("__pycache__", "*.pyc", ".*", "accelerate_configs", "azureml")  # a wheel has the last two in a package
+_PACKAGES = frozenset({"mlflow"})  # azureml/environment/requirements.txt adds them to our requirements
+_WORKSPACE = ("subscription_id", "resource_group", "workspace_name")  # the keys of the studio's config.json
 
 
 _LAUNCH = """\
@@ -69,51 +69,51 @@ python3 launch doctor
 class Azure(Target):
     """The flags of this target: where the job runs, what it reads and writes, and the workspace.
 
-    None of them has been tried on Azure: Azure's own parser takes them.
+    No flag has been tried on Azure itself; Azure's own parser accepts all of them.
     """
 
     HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
-    WRITES_HERE = False  # checkpoints stay in the datastore, only a note is here
+    WRITES_HERE = False  # checkpoints go to the datastore; only a note is written here
 
     compute: str | None = flag(None, "name of a cluster")
     instance_type: str | None = flag(None, "a VM size, for serverless compute")
-    spot: bool = flag(False, "spot (preemptible) serverless compute")
-    timeout: int | None = flag(None, "Azure ML cancels the job after so many seconds")
-    data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name, several mix")
-    data_type: str | None = one_of("uri_file uri_folder", "of --data [by the uri's suffix; an asset is a folder]")
+    spot: bool = flag(False, "use spot (preemptible) serverless compute")
+    timeout: int | None = flag(None, "seconds after which Azure ML cancels the job")
+    data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri, as --dataset_name; several are mixed")
+    data_type: str | None = one_of("uri_file uri_folder", "type of --data [by the uri's suffix; an asset is a folder]")
     output_uri: str | None = flag(
         None,
-        "datastore path for checkpoints; a start with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
-        "workspaceblobstore: LOGIN is yours on this machine, HASH that of the flags of train.py and --data]",
+        "datastore path for checkpoints; a job with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
+        "workspaceblobstore: LOGIN is your login on this machine, HASH a hash of train.py's flags and --data]",
     )
-    environment: str | None = flag(None, "an environment's name, instead of azureml/environment")
-    identity: str | None = one_of("managed user_identity", "the compute's or your own, to read data")
+    environment: str | None = flag(None, "name of an environment to use instead of azureml/environment")
+    identity: str | None = one_of("managed user_identity", "read data as the compute, or as yourself")
     experiment_name: str = flag("accelerate-recipes", "[accelerate-recipes]")
     job_name: str | None = flag(None, "[the recipe]")
     shm_size: str = flag("16g", "size of /dev/shm [16g]")
-    subscription_id: str | None = flag(None, "the workspace, with the next two [config.json here or in a folder above]")
+    subscription_id: str | None = flag(None, "of the workspace, as the next two [config.json here or above]")
     resource_group: str | None = flag(None, "")
     workspace_name: str | None = flag(None, "")
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Nodes that cannot be looked at from here: one GPU per process is assumed."""
+        """Return the job's nodes. They cannot be seen from here: assume one GPU per process."""
         processes = processes or 1
         hardware = Hardware((ASSUMED_GPU,) * processes, cores=8 * processes)
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)
 
     def render(self, job: Job) -> str:
-        """The job as YAML, whose relative paths are those of the code that `stage` writes."""
+        """Return the job as YAML. Its relative paths point to the code that `stage` writes."""
         return yaml.dump(self._body(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
     def _body(self, job: Job) -> Json:
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
-            raise mistake("data", "is the job's data set, and so is --dataset_name", "give only one of them")
+            raise mistake("data", "names the job's data set, and so does --dataset_name", "give only one of them")
         if job.run.explicit("output_dir"):
-            raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
+            raise mistake("output_dir", "is deleted with the job", "use --output_uri with a datastore's path")
         if not self.compute and not self.instance_type:
-            raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
-        if self.spot and self.compute:  # which has a tier of its own: Azure would ignore this one, and charge for that
-            raise mistake("spot", "is of serverless compute", "--instance_type in place of --compute, or no --spot")
+            raise mistake("compute", "is not given", "use --compute NAME for a cluster, or --instance_type")
+        if self.spot and self.compute:  # a cluster has its own tier: Azure would ignore --spot, and charge for the tier
+            raise mistake("spot", "needs serverless compute", "use --instance_type in place of --compute, or no --spot")
         inputs = self._inputs()
         content = {
             "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
@@ -141,8 +141,8 @@ class Azure(Target):
         return _present(content)
 
     def output_of(self, job: Job) -> str:
-        """The place of the checkpoints: the same command line of the same person resumes from
-        there, any other has its own.
+        """Return the datastore path of the checkpoints. The same command line by the same person
+        resumes from this path; any other command line gets a path of its own.
         """
         if self.output_uri:
             return _remote("output_uri", self.output_uri)
@@ -162,13 +162,13 @@ class Azure(Target):
         lines += flag_lines(job.command[1:], _quoted)
         mounted = [f"${{{{inputs.{name}}}}}" for name in inputs]
         lines += [" ".join(["--dataset_name", *mounted])] if mounted else []
-        lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is installed there, not here
+        lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is only in the job's image
         lines += ["--output_dir ${{outputs.run}}"]
         return " \\\n  ".join(lines) + "\n"
 
     def _inputs(self) -> dict[str, dict[str, str]]:
-        """The data as the job mounts it, files under their own names, or folders: `data`, and for
-        the other parts of a mixture `data_2` and so on.
+        """Return the files and folders of data that the job mounts: `data`, and for the other parts
+        of a mixture `data_2` and so on.
         """
         inputs = {}
         for number, data in enumerate(self.data, start=1):
@@ -181,9 +181,9 @@ class Azure(Target):
     def stage(self, job: Job, folder: Path) -> Path:
         """Write this package, and the user's files that the run names, beside the job's YAML.
 
-        The user's files keep their paths, relative to the current folder, so that the command line
-        holds there. Jobs in one folder share their code, which is written anew. Raises `UserError`
-        for a file that cannot be taken along.
+        The user's files keep their paths relative to the current folder, so that the command line
+        is valid in the job. Jobs in one folder share the code, and each job writes it again. Raises
+        `UserError` for a file that cannot be uploaded.
         """
         code, own = folder / CODE, own_files(job)
         sources = {"launch": SCRIPT.parent, "recipes": Path(recipes.__file__).parent}
@@ -196,7 +196,7 @@ class Azure(Target):
         return code
 
     def check(self, text: str, job: Job) -> None:
-        """Azure's parser reads it beside its code, if it is installed."""
+        """Raise `UserError` for a secret, or for what Azure's parser, if installed, refuses."""
         without_secrets(text)
         with tempfile.TemporaryDirectory() as folder:
             self.stage(job, Path(folder))
@@ -221,7 +221,7 @@ class Azure(Target):
 
     @classmethod
     def state(cls, submission: Submission) -> str:
-        """Azure ML's own word: Queued, Preparing, Running, Completed, Failed, Canceled, ..."""
+        """Return Azure ML's own word: Queued, Preparing, Running, Completed, Failed, ..."""
         client = connected(submission.workspace)
         with silence(), _asking():
             status = client.jobs.get(submission.job).status
@@ -233,10 +233,10 @@ class Azure(Target):
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """The SDK streams the log of a running job only, and downloads that of an ended one."""
+        """Stream the log of a running job, or download and print the log of an ended job."""
         name, state = submission.job, cls.state(submission)
         if not cls.is_over(state) and not following:
-            raise mistake("logs", f"job {name} is {state}", f"recipes logs -f {folder}, or {submission.log}")
+            raise mistake("logs", f"job {name} is {state}", f"recipes logs -f {folder}, or open {submission.log}")
         jobs = connected(submission.workspace).jobs
         with silence(), _asking():
             jobs.download(name, download_path=folder) if cls.is_over(state) else jobs.stream(name)
@@ -246,17 +246,17 @@ class Azure(Target):
             print(f"{state}: {submission.log}")
 
 
-# An asset, or the storage that Azure ML's documentation names.
+# A data asset, or a uri of the storage that Azure ML's documentation lists.
 _REMOTE = re.compile(
     r"azureml:[^:@/\s]+[:@][^:@/\s]+|azureml:/subscriptions/.+|(azureml|https?|wasbs?|abfss?|adl)://.+"
 )
 
 
 def _remote(name: str, uri: str) -> str:
-    """The place in the cloud. The SDK takes any other text for a local path."""
+    """Return `uri` if it is a place in the cloud. The SDK takes any other text for a local path."""
     if _REMOTE.fullmatch(uri):
         return uri
-    fix = "azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
+    fix = "use azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
     raise mistake(name, f"{uri} is not a place in the cloud", fix)
 
 
@@ -265,18 +265,18 @@ def _present(content: Json) -> Json:
 
 
 def _named(name: str | None) -> str | None:
-    """A resource of the workspace, as a YAML refers to it."""
+    """Return the name by which a YAML refers to a resource of the workspace."""
     return f"azureml:{name.removeprefix('azureml:')}" if name else None
 
 
 def _quoted(word: str) -> str:
-    """A word quoted for bash, without any `${{...}}` or old `{...}` that Azure would fill in."""
+    """Quote a word for bash, and break any `${{...}}` or old `{...}` that Azure would fill in."""
     quoted = shlex.quote(word)
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, line by line."""
+    """A dumper that writes text of several lines as a block."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -294,15 +294,15 @@ def _is_shipped(config: Path) -> bool:
 
 
 def _config(job: Job) -> str:
-    """The Accelerate YAML's path in the staged code."""
+    """Return the Accelerate YAML's path in the staged code."""
     config = Path(job.config)
     return f"accelerate_configs/{config.name}" if _is_shipped(config) else os.path.relpath(config.resolve())
 
 
 def own_files(job: Job) -> list[Path]:
-    """The user's files that the job reads, relative to the current folder.
+    """Return the user's files that the job reads, relative to the current folder.
 
-    Raises `UserError` with each one that would be missing on the nodes.
+    Raises `UserError` with each file that would be missing on the nodes.
     """
     run, files, problems = job.run, [], []
     named = [("recipe", file) for file in run.recipe.files]
@@ -316,9 +316,9 @@ def own_files(job: Job) -> list[Path]:
         if os.path.isfile(text) and not path.is_absolute() and path.parts[0] != "..":  # noqa: PTH113, of any text
             files.append(path)
         elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
-            what = f"{text} is not a file in the current folder, from which the job takes its files"
-            fix = f"a name on the Hub; or copy it here, and name it {path.name}"
-            problems.append(Problem(name, what, "--data with an asset or uri" if is_data else fix))
+            what = f"{text} is not in the current folder, and the job takes only files from there"
+            fix = f"use a name on the Hub; or copy it here, and name it {path.name}"
+            problems.append(Problem(name, what, "use --data with an asset or uri" if is_data else fix))
     if problems:
         raise UserError(*problems)
     return files
@@ -328,7 +328,7 @@ def own_files(job: Job) -> list[Path]:
 
 
 class Training(NamedTuple):
-    """A job's training: train.py's flags, the Accelerate YAML if any, and the world."""
+    """A job's training: train.py's flags, the Accelerate YAML if any, nodes and processes."""
 
     flags: list[str]
     config: str | None
@@ -337,25 +337,25 @@ class Training(NamedTuple):
 
 
 def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
-    """The run that a job's YAML starts, and its problems.
+    """Return the run that a job's YAML starts, and the problems of that run.
 
-    `rest` are train.py's flags beside the file: the YAML already holds them, so none is allowed.
-    Raises `UserError` with everything wrong with the YAML itself.
+    `rest` holds train.py's flags beside the file. None is allowed: the YAML already holds them.
+    Raises `UserError` with everything that is wrong with the YAML itself.
     """
     if rest:
-        raise mistake(rest[0], "stands in the command of the YAML", f"leave it out beside --azureml {file}")
+        raise mistake(rest[0], "belongs in the command of the YAML", f"leave it out beside --azureml {file}")
     content, folder = read_yaml(file, "azureml"), file.resolve().parent
     text = without_secrets(file.read_text(encoding="utf-8"))
     if sdk_is_installed():
         load(text, folder)
     training = training_in(content)
     if training is None:
-        raise mistake("command", "does not start launch/train.py", "as in azureml/fast.yaml")
+        raise mistake("command", "does not start launch/train.py", "start it as azureml/fast.yaml does")
     if problems := list(_missed_by_azure(content, training)):
         raise UserError(*problems)
     code = (folder / str(content.get("code", ""))).resolve()
     if not (code / "launch" / SCRIPT.name).is_file():
-        fix = "the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"
+        fix = "use the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"
         raise mistake("code", f"there is no launch/train.py in {code}", fix)
     with contextlib.chdir(code):  # where the job's command runs
         run = resolve(training.flags, Azure().place(training.processes_per_node, training.nodes, training.config))
@@ -363,27 +363,27 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
 
 
 def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
-    """What hangs or loses a run although Azure's SDK sends it."""
+    """Yield problems that Azure's SDK misses, and that make a run hang or lose its output."""
     distribution = {"process_count_per_instance": 1, **(content.get("distribution") or {})}
     if training.config and distribution != {"type": "pytorch", "process_count_per_instance": 1}:
-        what = "accelerate launch starts the processes of a node, and finds the other nodes where pytorch's are"
+        what = "accelerate launch starts the processes of a node, and needs pytorch's addresses of the other nodes"
         yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
     if not name or (content["outputs"][name] or {}).get("mode", "rw_mount") != "rw_mount":
         what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
-        fix = "--output_dir ${{outputs.run}}, and there mode: rw_mount"
+        fix = "use --output_dir ${{outputs.run}}, and give that output mode: rw_mount"
         yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
 
 
 def training_in(content: Json) -> Training | None:
-    """The training in a job's command, inputs filled in; None if it does not start train.py."""
+    """Return the training in a job's command, with its inputs; None if train.py is not started."""
     inputs, outputs = content.get("inputs") or {}, content.get("outputs") or {}
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():
         values[f"inputs.{name}"] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
     command = str(content.get("command", "")).replace("\\\n", " ")
     line = next((line for line in command.split("\n") if "launch/train.py" in line), "")
-    with contextlib.suppress(ValueError):  # a quotation that never ends, or no such word
+    with contextlib.suppress(ValueError):  # an unclosed quotation, or no word for the script
         words = shlex.split(re.sub(r"\$\{\{\s*([\w.]+)\s*}}", lambda found: values.get(found[1], found[0]), line))
         script = [word.endswith("launch/train.py") for word in words].index(True)
         before = " ".join(words[:script]).replace("=", " ").split()
@@ -401,10 +401,10 @@ def sdk_is_installed() -> bool:
 
 
 def load(text: str, folder: Path) -> SdkJob:
-    """A YAML as Azure's SDK reads it; its relative paths start in `folder`.
+    """Return the job that Azure's SDK reads from a YAML, whose relative paths start in `folder`.
 
-    Raises `UserError` with what Azure's parser says, which also stops at some mistakes with
-    a TypeError or the like. Only private names lead to the body of the request: the SDK's version
+    Raises `UserError` with the message of Azure's parser, which raises a TypeError or the like for
+    some mistakes. Only private names give access to the body of the request, so the SDK's version
     is pinned.
     """
     with silence():
@@ -414,25 +414,25 @@ def load(text: str, folder: Path) -> SdkJob:
             job = load_job(io.StringIO(text), relative_origin=str(folder / "job.yaml"))
             job._to_job()._to_rest_object()  # type: ignore[attr-defined]
         except Exception as error:
-            what = f"Azure's parser says: {_sentence(str(error))}"
-            raise mistake("azureml", what, "compare it with azureml/fast.yaml") from None
+            what = f"Azure's parser reports: {_sentence(str(error))}"
+            raise mistake("azureml", what, "compare the YAML with azureml/fast.yaml") from None
     return job
 
 
 def _sentence(text: str) -> str:
-    """The finding of Azure's parser or service on one line, without its JSON and its advice."""
+    """Return a message of Azure's parser or service on one line, without its JSON and advice."""
     found = re.search(r"JobSchema failed:(.+?)If you are|\(x\) ([^\n]+)", text, re.DOTALL)
     words = found[found.lastindex or 0] if found else text.strip().partition("\n")[0]
     return " ".join(re.sub(r'\\n|\x1b\[\d+m|[][{}"\\]', "", words).split()).rstrip(".:")
 
 
 def connected(workspace: Mapping[str, str]) -> MLClient:
-    """A client with the login of `az login`, of a managed identity, or of the environment.
+    """Return a client with the login of `az login`, of a managed identity, or of the environment.
 
-    It connects lazily. Without `workspace`, a config.json here or in a folder above names it.
+    The client connects lazily. Without `workspace`, config.json here or in a folder above is read.
     """
     if not sdk_is_installed():
-        fix = f"{INSTALL}; or --dry_run --output mine.yaml and `az ml job create -f mine.yaml`"
+        fix = f"{INSTALL}; or use --dry_run --output mine.yaml and `az ml job create -f mine.yaml`"
         raise mistake("azureml", "Azure's SDK, azure-ai-ml, is not installed", fix)
     with silence(), _asking():
         from azure.ai.ml import MLClient
@@ -444,17 +444,17 @@ def connected(workspace: Mapping[str, str]) -> MLClient:
 
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
-    """Turns what the login or the service refuses into `UserError`."""
+    """Turn a refusal by the login or the service into `UserError`."""
     from azure.core.exceptions import AzureError, ClientAuthenticationError
 
     try:
         yield
     except ClientAuthenticationError:
-        fix = "az login, or the variables of DefaultAzureCredential (AZURE_CLIENT_ID and others)"
-        raise mistake("azureml", "there is no login to Azure, or none for this workspace", fix) from None
+        fix = "run az login, or set DefaultAzureCredential's variables (AZURE_CLIENT_ID and others)"
+        raise mistake("azureml", "you are not logged in to Azure, or not for this workspace", fix) from None
     except (AzureError, ValueError) as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # of a log that is streamed
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C while a log is streamed
             raise KeyboardInterrupt from None
         named = "config.json" in str(error)
-        fix = "--subscription_id, --resource_group and --workspace_name" if named else "correct what it names"
-        raise mistake("azureml", f"Azure says: {_sentence(str(error))}", fix) from None
+        fix = "give --subscription_id, --resource_group and --workspace_name" if named else "correct what Azure names"
+        raise mistake("azureml", f"Azure reports: {_sentence(str(error))}", fix) from None

@@ -1,4 +1,4 @@
-"""A job: one resolved run, the nodes and processes that will run it, and the targets it can go to.
+"""A job: one resolved run, the nodes and processes that run it, and the targets that take it.
 
 Every target renders the same job.
 """
@@ -31,13 +31,13 @@ from recipes.run.place import Place, launch_yaml
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
 
-# A node that cannot be looked at from here. train.py checks again on the node itself.
+# The GPU assumed on nodes that cannot be inspected from here. train.py checks again on the node.
 ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
 
 
 @dataclass(frozen=True)
 class Job:
-    """`argv` is train.py's command line; `config` the Accelerate YAML.
+    """A run and its world. `argv` is train.py's command line, `config` the Accelerate YAML.
 
     With `preflight` every node runs `recipes doctor` first; after a failed check nothing starts.
     """
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def launched(self) -> str:
-        """The engine that `accelerate launch` starts: train.py may start another under it."""
+        """The engine that `accelerate launch` starts. train.py may start another engine itself."""
         return from_yaml(self.config).kind
 
     @property
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """The script and its arguments. torch elastic fills in macros, and reads `$$` as `$`."""
+        """The script and its arguments, with `$` as `$$` where torch elastic fills in macros."""
         argv = [self.script, *self.argv]
         return argv if self.launched == "single" else [word.replace("$", "$$") for word in argv]
 
@@ -81,15 +81,15 @@ def checked_job(
     preflight: bool = False,
     starts_here: bool = False,
 ) -> Job:
-    """The job of train.py with the command line `argv` in this place, if the run is legal.
+    """Return the job of train.py with the command line `argv` in this place, if the run is legal.
 
-    `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is
-    the file or name of an Accelerate YAML that replaces the recipe's own, `data` what the target
-    mounts (`--data`). With `starts_here` train.py follows at once in this terminal: it prints the
-    advice, and no text is stored.
+    `recipe` is None for the recipe in --config's file, or for the default. `accelerate_config` is
+    the file or name of an Accelerate YAML that replaces the recipe's own. `data` is what the target
+    mounts (`--data`). With `starts_here` train.py starts next in this terminal: train.py prints the
+    advice, and no job text is stored.
 
-    Raises `UserError` with every problem of the run; for a world the engine cannot start; and for a
-    token among the settings, if the job's text is stored.
+    Raises `UserError` with every problem of the run, for a world that the engine cannot start, and
+    for a token among the settings if the job's text is stored.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     run = with_fit(resolve(words, place, {"dataset_name": list(data)} if data else {}, "--data"))
@@ -98,8 +98,8 @@ def checked_job(
     if advice and not starts_here:
         print_problems(advice, console(stderr=True))
     if run.engine.kind == "single" and run.world_size > 1:
-        what = f"{run.recipe.name} trains in one process, {run.world_size} are asked for"
-        raise mistake("processes_per_node", what, "one process, or --recipe standard")
+        what = f"{run.recipe.name} trains in one process, but {run.world_size} processes are asked for"
+        raise mistake("processes_per_node", what, "use one process, or --recipe standard")
     if not starts_here:
         refuse_tokens(run)
     argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
@@ -108,13 +108,13 @@ def checked_job(
     return Job(run, run.world_size // run.local_world_size, run.local_world_size, argv, config, preflight=preflight)
 
 
-# --- Commands, as bash takes them -----------------------------------------------------------------
+# --- Commands for bash ----------------------------------------------------------------------------
 
 
 def launch_words(job: Job, python: str = sys.executable) -> list[str]:
-    """Our launcher and its options, as far as they are the same on every node.
+    """Return the command of our launcher, with the options that are the same on every node.
 
-    It is started by its path, which works without an activated environment.
+    The launcher is started by its path, which works without an activated environment.
     """
     words = [python, str(LAUNCHER), "--config_file", job.config]
     words += ["--num_machines", str(job.nodes), "--num_processes", str(job.run.world_size)]
@@ -124,25 +124,25 @@ def launch_words(job: Job, python: str = sys.executable) -> list[str]:
 
 
 def preflight_command(job: Job, python: str, meeting: Sequence[str] = ()) -> list[str]:
-    """`recipes doctor` for the job's world and `&&`, for bash; empty without a preflight.
+    """Return `recipes doctor` for the job's world and `&&`, for bash; empty without a preflight.
 
-    The port in `meeting`, the flags by which several nodes meet, must differ from the launcher's,
-    which another job on the node may hold already.
+    `meeting` holds the flags by which several nodes meet. The port in `meeting` must differ from
+    the launcher's port, which another job on the node may hold already.
     """
     if not job.preflight:
         return []
-    # `python launch` runs the folder, as a script: this package need not be installed on the nodes.
+    # `python launch` runs the folder as a script: this package need not be installed on the nodes.
     argv = [*quoted([python, str(SCRIPT.parent)]), "doctor"]
     return [*argv, "--nodes", str(job.nodes), "--num_processes", str(job.run.world_size), *meeting, "&&"]
 
 
 def quoted(words: Sequence[str]) -> list[str]:
-    """Each word quoted, so that bash passes it on unchanged."""
+    """Quote each word, so that bash leaves it unchanged."""
     return [shlex.quote(word) for word in words]
 
 
 def flag_lines(words: Sequence[str], quote: Callable[[str], str] = shlex.quote) -> list[str]:
-    """Quoted words: one line for each flag and its values."""
+    """Return the words, quoted, in one line for each flag and its values."""
     lines: list[str] = []
     for word in words:
         if word.startswith("--") or not lines:
@@ -153,7 +153,7 @@ def flag_lines(words: Sequence[str], quote: Callable[[str], str] = shlex.quote) 
 
 
 def arguments(job: Job) -> list[str]:
-    """A bash array of the script and its arguments."""
+    """Return the lines of a bash array of the script and its arguments."""
     comment = ["    # torch elastic reads $$ as $"] if any("$$" in word for word in job.command) else []
     return ["command=(", *comment, *(f"    {line}" for line in flag_lines(job.command)), ")"]
 
@@ -162,16 +162,16 @@ def arguments(job: Job) -> list[str]:
 
 
 def one_of(choices: str, help: str, default: str | None = None) -> Any:
-    """A flag of a target that takes one of these words."""
+    """Return a flag of a target that takes one of the words in `choices`."""
     return field(default=default, metadata={"choices": tuple(choices.split()), "help": help})
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a job can go: a frozen dataclass of the target's flags, with these methods.
+    """A place that jobs are sent to: a frozen dataclass of the target's flags, with these methods.
 
-    The class methods are asked about a job that was submitted. As they stand here, its log is a
-    file that this machine can read.
+    The class methods answer questions about a submitted job. By default the job's log is a file
+    that this machine can read.
     """
 
     HELP: ClassVar[str]  # one line for `recipes submit --help`
@@ -179,28 +179,28 @@ class Target:
     ASK_EVERY: ClassVar[float] = 0.2  # seconds between two questions for a job's state
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Some nodes, with one process per GPU unless `processes` says otherwise."""
+        """Return `nodes` nodes, with `processes` processes each, or one process per GPU."""
         raise NotImplementedError
 
     def render(self, job: Job) -> str:
-        """The job's text. A pure function: what a dry run prints is what would be sent."""
+        """Return the job's text. A pure function: a dry run prints exactly what would be sent."""
         raise NotImplementedError
 
     def stage(self, job: Job, folder: Path) -> Path | None:
-        """Write the files that the job uploads into a folder beside its text; None for nothing."""
+        """Write the files that the job uploads, and return their folder; None without any."""
         return None
 
     def check(self, text: str, job: Job) -> None:
-        """Raises `UserError` for what must not be sent."""
+        """Raise `UserError` for a text that must not be sent."""
         without_secrets(text)
 
     def send(self, text: str, job: Job) -> int:
-        """Send the text, and note and announce the submission. Returns the exit code."""
+        """Send the text, note and announce the submission, and return the exit code."""
         raise NotImplementedError
 
     @classmethod
     def state(cls, submission: Submission) -> str:
-        """The job's state in the target's own words; empty if it has forgotten the job.
+        """Return the job's state in the target's own words; empty if the target forgot the job.
 
         Raises `UserError` if the target cannot be asked.
         """
@@ -213,9 +213,9 @@ class Target:
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """Print what the job has printed; with `following` until it has ended.
+        """Print the job's log; with `following`, until the job has ended.
 
-        Raises `UserError` if there is no log and nobody waits for it.
+        Without `following`, raises `UserError` if there is no log.
         """
         log = Path(submission.log)
         if not following and not log.exists():
@@ -225,8 +225,8 @@ class Target:
 
 
 def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float = 0.2) -> None:
-    """Copy the log, which may not exist yet, to stdout from byte `start` until `ended()`, which is
-    asked every so many seconds.
+    """Copy the log, which may not exist yet, to stdout from byte `start` until `ended()` is true.
+    `seconds` is the time between two reads.
     """
     done = False
     while not done:
@@ -240,7 +240,7 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float 
 
 
 def last_line(log: str) -> str:
-    """The last line about a step, else the last line with text; the address of a log elsewhere."""
+    """Return the last line about a step, else the last line with text; a remote log's address."""
     if not Path(log).is_file():
         return log if "://" in log else ""
     lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]

@@ -1,4 +1,4 @@
-"""The target `local`: a bash script on this machine. It can go on after running out of memory."""
+"""The target `local`: a bash script on this machine. It can retry a run that ran out of memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Local(Target):
     HELP = "this machine"
 
     on_oom: str = one_of(
-        "next stop", "out of memory: go on with the next smaller micro-batch, or only say which that is [stop]", "stop"
+        "next stop", "out of memory: retry with the next smaller micro-batch, or only print it and stop [stop]", "stop"
     )
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
@@ -51,17 +51,17 @@ class Local(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware)
 
     def render(self, job: Job) -> str:
-        """A bash script that becomes the launcher, which passes signals on to the ranks."""
+        """Return a bash script that becomes the launcher, which forwards signals to the ranks."""
         if job.nodes > 1:
-            fix = "--processes_per_node for several processes here, or `recipes submit slurm` or `azureml`"
-            raise mistake("nodes", f"{job.nodes} are asked for, and this machine is one", fix)
+            fix = "use --processes_per_node for several processes here, or `recipes submit slurm` or `azureml`"
+            raise mistake("nodes", f"{job.nodes} nodes are asked for, but this machine is one", fix)
         lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
         start = [*preflight_command(job, sys.executable), "exec", *quoted(launch_words(job)), '"${command[@]}"']
         return "\n".join([*lines, "", *arguments(job), "", " ".join(start)]) + "\n"
 
     def send(self, text: str, job: Job) -> int:
-        """Run the job to its end, with `--on_oom next` again in less memory at the same global
-        batch, until that is enough or impossible. Returns the exit code.
+        """Run the job to its end, and return the exit code. With `--on_oom next`, retry a run that
+        ran out of memory in less memory at the same global batch, as long as that is possible.
         """
         code, tried = run_script(text, job), list[Json]()
         while self.on_oom == "next" and code not in (0, EXIT_CODE):
@@ -71,13 +71,13 @@ class Local(Target):
             tried.append(attempt)
             _, recipe, *argv = job.argv
             job = checked_job(recipe, with_flags(argv, attempt), job.run.place, job.config, preflight=job.preflight)
-            print(f"\nout of memory: again, with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
+            print(f"\nout of memory: retrying with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
             code = run_script(without_secrets(self.render(job)), job)
         return code
 
     @classmethod
     def state(cls, submission: Submission) -> str:
-        """`running`, or empty if no process writes to the log any more."""
+        """Return `running`, or nothing if no process writes to the log any more."""
         return "running" if is_written(Path(submission.log)) else ""
 
 
@@ -85,13 +85,14 @@ class Local(Target):
 
 
 def run_script(text: str, job: Job) -> int:
-    """Run a job's script. Its output is kept in the output folder and shown here.
+    """Run a job's script, and return its exit code. The script's output is kept in the output
+    folder and shown here.
 
-    The output goes through a file and not a pipe: a run can outlive this process, and
-    `recipes logs` reads the file. This process and those that it starts hold the file's lock.
-    Signals sent to this process reach the script's process group. Returns the script's exit code.
+    The output goes through a file, not a pipe: a run can outlive this process, and `recipes logs`
+    reads the file. This process and its child processes hold the file's lock. Signals sent to this
+    process are forwarded to the script's process group.
     """
-    record.forget_out_of_memory(job.folder)  # of an earlier run
+    record.forget_out_of_memory(job.folder)  # a note of an earlier run
     path = job.folder / LOCAL_LOG
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def run_script(text: str, job: Job) -> int:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         note(job.folder, Submission("local", job.title, str(path.resolve())))
-        end = path.stat().st_size  # of what earlier runs have printed
+        end = path.stat().st_size  # where the output of earlier runs ends
         process = start(["bash", "-c", text, "recipes"], log)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -117,10 +118,10 @@ def run_script(text: str, job: Job) -> int:
 
 
 def is_written(path: Path) -> bool:
-    """True if a run writes to this log, or to this folder: its processes hold the lock."""
+    """True if a run writes to this log, or to this folder: the run's processes hold the lock."""
     try:
         handle = os.open(path, os.O_RDONLY)
-    except OSError:  # there is none
+    except OSError:  # there is no such path
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The target `slurm`: the sbatch script of a job, handing it to sbatch, asking Slurm about it."""
+"""The target `slurm`: write a job's sbatch script, hand it to sbatch, ask Slurm about the job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 from recipes.run.place import Place
 
-_SBATCH = "as sbatch takes it"
+_SBATCH = "forwarded to sbatch"
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
 
 # The job. The srun command runs in the background, so that bash handles signals while it waits.
@@ -52,7 +52,7 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 @command@
 
 @container@launcher=@launcher@
-# One word: srun reads a lone : among its own as the start of another job.
+# One word: srun reads a lone : among its own words as the start of another job.
 srun @options@ \\
     @inside@bash -c "@home@$launcher$(printf ' %q' "${command[@]}")" &
 step=$!
@@ -62,7 +62,7 @@ trap 'told=yes; tell' USR1  # from Slurm before the time limit, to this script a
 trap tell TERM
 
 code=0
-while kill -0 "$step" 2>/dev/null; do  # a signal ends `wait` before its process
+while kill -0 "$step" 2>/dev/null; do  # a signal ends `wait` before the process ends
     wait "$step" && code=0 || code=$?
 done
 ((code == 0)) && exit 0
@@ -88,7 +88,7 @@ for folder in "$PWD" "$HOME" "$HF_HOME" "${HF_HUB_CACHE-}" "${HF_DATASETS_CACHE-
 done
 mkdir -p "${folders[@]}" || exit 1
 binds=$(printf '%s\\n' "${folders[@]}" | sort -u | sed 's/.*/&:&/' | paste -sd ,)
-@more@# Said again inside, where the image may say otherwise. Packages in the home folder are not the image's.
+@more@# Set again inside, where the image may set other values. Packages in the home folder are left out.
 printf -v home 'export HOME=%q HF_HOME=%q PYTHONNOUSERSITE=1' "$HOME" "$HF_HOME"
 @runner@
 """
@@ -104,25 +104,25 @@ _PYXIS = 'container=(--container-image=@image@ "--container-mounts=$binds" "--co
 
 
 def _filled(template: str, **values: object) -> str:
-    """The template with each `@name@` replaced, and nothing inside of a value."""
+    """Return the template with each `@name@` replaced, but not those inside a value."""
     return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), template)
 
 
 @dataclass(frozen=True)
 class Slurm(Target):
-    """The flags of this target, under Slurm's own names, whose values sbatch judges.
+    """The flags of this target, under Slurm's own names. sbatch checks their values.
 
     `module` and `venv` prepare the environment of the job.
     """
 
     HELP = "a Slurm cluster, through sbatch"
-    ASK_EVERY = 5  # its controller serves many users
+    ASK_EVERY = 5  # Slurm's controller serves many users
 
     partition: str | None = flag(None, _SBATCH)
     account: str | None = flag(None, _SBATCH)
     qos: str | None = flag(None, _SBATCH)
     time: str | None = flag(None, "time limit, as Slurm writes it: minutes, 8:00:00, 2-12, 2-12:00:00, UNLIMITED")
-    gpus_per_node: str | None = flag(None, "a count or type:count; also the processes of a node, unless they are given")
+    gpus_per_node: str | None = flag(None, "a count or type:count; also the default of --processes_per_node")
     cpus_per_task: int | None = flag(
         None, "cores of a node for its processes and their data loading [the cluster's default, often 1]"
     )
@@ -136,7 +136,7 @@ class Slurm(Target):
         None, "run in a container with python and accelerate: FILE.sif by apptainer, any other image by pyxis"
     )
     container_mounts: tuple[str, ...] = flag(
-        (), "SRC[:DST[:FLAGS]] for the container, besides what the run itself names, the home folder and this one"
+        (), "SRC[:DST[:FLAGS]] to mount, besides folders that the run names, the home folder and the current one"
     )
     signal_seconds: int = flag(120, "seconds before the time limit at which the run is told to save and stop [120]")
     max_restarts: int = field(
@@ -145,11 +145,11 @@ class Slurm(Target):
 
     @property
     def python(self) -> str:
-        """The nodes' own, if the job prepares one; or this interpreter, from a shared disk."""
+        """The nodes' python3 if the job loads an environment, else this Python on a shared disk."""
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Nodes of the cluster, which cannot be looked at from here: their GPUs are assumed."""
+        """Return nodes of the cluster. They cannot be inspected from here: assume their GPUs."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
             what = f"{self.gpus_per_node!r} is not a count of GPUs of one type"
@@ -168,7 +168,7 @@ class Slurm(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=packages)
 
     def render(self, job: Job) -> str:
-        """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""
+        """Return an sbatch script: one task per node, which calls `accelerate launch`."""
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
         directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}
@@ -200,8 +200,8 @@ class Slurm(Target):
         )
 
     def _launcher(self, job: Job) -> str:
-        """The command of each node. The launcher is ours: accelerate's own dies of SIGUSR1, with a
-        single process also of SIGTERM, and then Slurm kills the rank, which has not saved yet.
+        """Return the command of each node, with our launcher: accelerate's own dies of SIGUSR1, and
+        for a single process also of SIGTERM. Slurm would then kill the rank before it has saved.
         """
         launcher, meeting = quoted(launch_words(job, self.python)), []
         if job.nodes > 1:
@@ -213,12 +213,12 @@ class Slurm(Target):
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
-        """Bash that sets `container`, the words before srun's command, and `home` for inside it.
+        """Return bash that sets `container`, words before srun's command, and `home`, for inside.
 
         FILE.sif is run by apptainer (or singularity, with the same options), any other image by
-        pyxis, a plugin of srun. Both take folders as SRC:DST,SRC:DST. Inside are the image's own
-        python and accelerate; this package is mounted as it is here. Read in their documentation
-        and source: only a site can show that its image and its settings go along.
+        pyxis, a plugin of srun. Both take folders as SRC:DST,SRC:DST. The container uses its own
+        python and accelerate, and this package at its path here. The options come from the runners'
+        documentation and source: only a site can show that its image and its settings work.
         """
         image = self.container_image or ""
         more = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in self.container_mounts)
@@ -227,16 +227,16 @@ class Slurm(Target):
         return _filled(_CONTAINER, folders=" ".join(quoted(mounted(job))), more=binds, runner=runner)
 
     def send(self, text: str, job: Job) -> int:
-        """Hand the script to sbatch. Raises `UserError` with Slurm's own message if it refuses."""
+        """Hand the script to sbatch. If sbatch refuses, raises `UserError` with Slurm's message."""
         job_id = _ask(["sbatch", "--parsable"], text).strip().partition(";")[0]
-        log = Path.cwd() / f"{self.job_name or job.run.recipe.name}-{job_id}.log"  # as `--output=%x-%j.log` says
+        log = Path.cwd() / f"{self.job_name or job.run.recipe.name}-{job_id}.log"  # by `--output=%x-%j.log`
         submission = Submission("slurm", job.title, str(log), job_id)
         announce(job.folder, submission, {"log": str(log)}, cancel=f"scancel {job_id}")
         return 0
 
     @classmethod
     def state(cls, submission: Submission) -> str:
-        """`PENDING (Resources)`, `RUNNING`, ... Slurm forgets a job some minutes after its end."""
+        """Return `PENDING (Resources)` or the like. Slurm forgets a job minutes after its end."""
         shown = _ask(["scontrol", "show", "job", "-o", submission.job], forgotten="Invalid job id")
         fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         waits = fields.get("JobState") == "PENDING" and fields.get("Reason", "None") != "None"
@@ -249,32 +249,32 @@ class Slurm(Target):
 
 
 def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
-    """The output of a command of Slurm's; empty if it fails and says `forgotten`.
+    """Return the output of a Slurm command; empty if it fails with the message `forgotten`.
 
-    Raises `UserError` with Slurm's own message.
+    Raises `UserError` with Slurm's own message for other failures.
     """
     if shutil.which(words[0]) is None:
-        fix = "a login node of the cluster, or --dry_run and sbatch by hand"
+        fix = "use a login node of the cluster, or --dry_run and sbatch by hand"
         raise mistake("slurm", f"there is no {words[0]} on this machine", fix)
-    # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
+    # sbatch reads SBATCH_* variables too, and they would override the script that was shown.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
     if done.returncode != 0 and not (forgotten and forgotten in done.stderr):
         message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", done.stderr).split())
-        fix = "what this cluster has: `sinfo -o '%P %l %m %G %f'`; `scontrol ping` says whether it answers"
-        raise mistake("slurm", f"Slurm says: {message or 'nothing'}", fix)
+        fix = "list what this cluster has: `sinfo -o '%P %l %m %G %f'`; test its controller: `scontrol ping`"
+        raise mistake("slurm", f"Slurm reports: {message or 'nothing'}", fix)
     return done.stdout
 
 
-# --- What a container sees of the cluster's disks -------------------------------------------------
+# --- The folders that a container sees ------------------------------------------------------------
 
 
 def mounted(job: Job) -> list[str]:
-    """The folders that a container must see besides those that the job finds out on its node.
+    """Return the folders that a container must see, besides those that the job finds on its node.
 
-    This package, and every folder that a setting of the run names by an absolute path or by one
-    that leaves the current folder. The output folder is made if it is not there. Links in a path
-    stay: inside the container it must be the same text.
+    They are this package, and every folder that a setting of the run names by an absolute path or
+    by a path out of the current folder. A missing output folder is listed too: the job makes it.
+    Links in a path are not resolved: the path must be the same text inside the container.
     """
     found = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "recipes"), str(Path(job.config).parent)]
     values = [job.run[name] for name in job.run.given] + [job.run.recipe.files]

@@ -1,4 +1,4 @@
-"""Submitting: the same run on this machine, on Slurm or on Azure ML; and how it is doing there.
+"""Submit a run to this machine, to Slurm or to Azure ML, and report how submitted runs are doing.
 
 Everything is checked before it is sent.
 """
@@ -45,16 +45,16 @@ def submit(
 
     `accelerate_config` is an Accelerate YAML that replaces the recipe's own, `comment` a line for
     the top of the job's text. Returns the exit code. Raises `UserError` with everything that is
-    wrong with the run or the job. What would go to another machine is also constructed here first;
-    a dry run is not, which takes no seconds.
+    wrong with the run or the job. Before a run goes to another machine, the objects of its
+    training are also built here. A dry run skips that: it takes seconds.
     """
     if output and not dry_run:
-        raise mistake("output", "is for a dry run; this job would be submitted", "--dry_run, or no --output")
+        raise mistake("output", "needs --dry_run: this job would be submitted", "add --dry_run, or leave out --output")
     place = target.place(processes_per_node, nodes, accelerate_config)
     job = checked_job(recipe, argv, place, accelerate_config, getattr(target, "data", ()), preflight)
     if job.run["fresh"] and not isinstance(target, Local):
         what = "would move the run aside again at every restart of the job"
-        raise mistake("fresh", what, "another --output_dir, or --output_uri on Azure ML")
+        raise mistake("fresh", what, "use another --output_dir, or --output_uri on Azure ML")
     text = target.render(job)
     first, _, rest = text.partition("\n")  # `#!` must be the first line
     text = f"{first}\n{comment}{rest}" if first.startswith("#!") else comment + text
@@ -63,19 +63,19 @@ def submit(
         return _show(text, job, target, output)
     if target.WRITES_HERE:
         refuse_while_in_use(job.folder)
-    if not isinstance(target, Local) and (problems := probe_in_child(job.run)):  # here train.py says it at once
+    if not isinstance(target, Local) and (problems := probe_in_child(job.run)):  # here train.py finds them
         raise UserError(*problems)
     return target.send(text, job)
 
 
 def refuse_while_in_use(folder: Path) -> None:
-    """Raises `UserError` if a run writes to the folder: a second one would only fail later."""
+    """Raise `UserError` if a run writes to the folder: a second run would only fail later."""
     earlier = submitted(folder)
     if earlier is None:
         return
     target, who = TARGETS[earlier.target], f"job {earlier.job}" if earlier.job else "another run"
     if target.WRITES_HERE and not target.is_over(target.state(earlier)):
-        fix = f"another --output_dir, or wait: recipes logs -f {quote(str(folder))}"
+        fix = f"use another --output_dir, or wait: recipes logs -f {quote(str(folder))}"
         raise mistake("output_dir", f"{who} is writing to {folder}", fix)
 
 
@@ -86,11 +86,11 @@ def _show(text: str, job: Job, target: Target, file: str | None) -> int:
     path = Path(file)
     try:
         if not path.exists() and (code := target.stage(job, path.parent)):
-            print(f"its code is in {code}")
+            print(f"the job's code is in {code}")
         with path.open("x", encoding="utf-8", errors="surrogateescape") as stream:  # an existing file stays
             stream.write(text)
     except OSError as error:
-        fix = "another name, or a writable folder"
+        fix = "choose another name, or a writable folder"
         raise mistake("output", f"{file} cannot be written: {error.strerror}", fix) from None
     print(f"written to {file}")
     return 0
@@ -100,21 +100,21 @@ def _show(text: str, job: Job, target: Target, file: str | None) -> int:
 
 
 def site_file() -> Path:
-    """Where the flags that are the same for every job of a site stand, or would stand. Such as
+    """Return the path of the file, if any, with the flags for all jobs of a site, such as
 
     slurm: {partition: gpu, account: lab, module: [cuda/12.6], venv: /shared/venv}
     azureml: {compute: gpu-cluster, workspace_name: lab}
 
-    The command line wins over it. A dry run says which values came from it.
+    The command line overrides the file. A dry run prints which values came from the file.
     """
     folder = os.environ.get("XDG_CONFIG_HOME") or Path(os.environ.get("HOME", "/")) / ".config"
     return Path(folder) / "accelerate-recipes" / "site.yaml"
 
 
 def site_defaults(target: str) -> dict[str, Any]:
-    """A target's flags in the site file, read as the command line would be; empty without a file.
+    """Return a target's flags in the site file, read as on the command line; empty without a file.
 
-    Raises `UserError` for what is wrong in the file.
+    Raises `UserError` for a mistake in the file.
     """
     file = existing_path(str(site_file()))
     content = read_yaml(file, "site.yaml", as_text=True) if file else {}
@@ -122,7 +122,7 @@ def site_defaults(target: str) -> dict[str, Any]:
         raise mistake(name, "is not a target", nearest(name, TARGETS) or "one of " + ", ".join(TARGETS), str(file))
     section = content.get(target) or {}
     if not isinstance(section, Mapping):
-        fix = "`name: value` on each line below it, indented"
+        fix = "write `name: value` on each line below it, indented"
         raise mistake(target, "holds no flags", fix, str(file))
     known = {field.name: isinstance(field.default, bool) for field in fields(TARGETS[target])}
     words: list[str] = []
@@ -137,7 +137,7 @@ def site_defaults(target: str) -> dict[str, Any]:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         name = str(error.argument_name).partition("/")[0].strip("-")
-        raise mistake(name, error.message, "what the command line takes", str(file)) from None
+        raise mistake(name, error.message, "use a value that the command line takes", str(file)) from None
     if rest:
         name = rest[0].lstrip("-").partition("=")[0]
         fix = nearest(name, known) or f"recipes submit {target} --help lists them"
@@ -146,7 +146,7 @@ def site_defaults(target: str) -> dict[str, Any]:
 
 
 def from_site(site: Mapping[str, Any]) -> str:
-    """A comment line with flags from the site file; empty without any."""
+    """Return a comment line with the flags from the site file; empty without any."""
     words: list[str] = []
     for name, value in site.items():
         words += [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}", str(value)]
@@ -157,18 +157,18 @@ def from_site(site: Mapping[str, Any]) -> str:
 
 
 def submitted(folder: Path) -> Submission | None:
-    """The last submission into this folder; None if there is none, or its note is damaged."""
+    """Return the last submission into this folder; None without one, or if its note is damaged."""
     submission = noted(folder)
     return submission if submission and submission.target in TARGETS else None
 
 
 def rows(folder: Path) -> list[list[str]]:
-    """For each run, the newest first: its folder, where it runs, its state, its log's last line."""
+    """Return folder, target, state and the log's last line of each run, the newest run first."""
     return [[str(run), *_described(run)] for run in _runs_in(folder)]
 
 
 def newest(folder: Path) -> tuple[Path, Submission]:
-    """The folder and the submission of the newest submitted run in a folder.
+    """Return the folder and the submission of the newest submitted run in a folder.
 
     Raises `UserError` if there is none.
     """
@@ -176,14 +176,14 @@ def newest(folder: Path) -> tuple[Path, Submission]:
         if submission := submitted(run):
             return run, submission
     what = f"the run in {folder} was started without `recipes submit`"
-    raise mistake("FOLDER", what, "read its output where you started it")
+    raise mistake("FOLDER", what, "read the run's output where you started it")
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The folder itself if a run writes to it, and those in it, the newest first."""
+    """Return the folders of runs: the folder itself and folders in it, the newest run first."""
     runs = [run for run in (folder, *folder.glob("*")) if (run / NAME).is_file() or (run / record.NAME).is_file()]
     if not runs:
-        raise mistake("FOLDER", f"no run was submitted or started in {folder}", "the --output_dir of one")
+        raise mistake("FOLDER", f"no run was submitted or started in {folder}", "give the --output_dir of a run")
     return sorted(runs, key=_begun, reverse=True)
 
 
@@ -193,7 +193,7 @@ def _begun(folder: Path) -> str:
 
 
 def _described(folder: Path) -> tuple[str, str, str]:
-    """Where it runs, its state, and the last line of its log."""
+    """Return a run's target, its state, and the last line of its log."""
     submission = submitted(folder)
     outcome = _outcome(folder, submission)
     if submission is None:
@@ -206,14 +206,14 @@ def _described(folder: Path) -> tuple[str, str, str]:
     except UserError as error:  # the other runs can still be described
         return where, outcome or "unknown", str(error)
     if target.is_over(state):
-        if outcome == "running":  # the run could not write anything else any more
+        if outcome == "running":  # the run ended before it could write its outcome
             outcome = "ended unexpectedly (killed?)"
         state = ", ".join(word for word in (state, outcome) if word) or "ended, outcome unknown"
     return where, state, last_line(submission.log)
 
 
 def _outcome(folder: Path, submission: Submission | None) -> str:
-    """The status in run.json: running, finished, preempted, failed, ...
+    """Return the status in run.json: running, finished, preempted, failed, ...
 
     Empty if run.json is missing, or older than this submission.
     """

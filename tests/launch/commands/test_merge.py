@@ -57,7 +57,7 @@ def test_the_merged_model_is_adapter_plus_base_in_plain_transformers(adapter, tm
     merged, base = tmp_path / "merged", adapter.parent / "base"
     code, said = merge(capsys, adapter, "--output", merged)
     assert code == 0 and "logits of 3 inputs differ from adapter plus base by" in said and "at most 0.0001" in said
-    assert "is not what the adapter was trained on" not in said
+    assert "is not the model that the adapter was trained on" not in said
     loaded = AutoModelForCausalLM.from_pretrained(merged)
     assert_is_adapter_plus_base(loaded, adapter, AutoModelForCausalLM.from_pretrained(base))
     assert GenerationConfig.from_pretrained(merged).temperature == 0.3
@@ -68,7 +68,7 @@ def test_a_base_in_sixteen_bits_stays_in_them(adapter, tiny_model, tmp_path, cap
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(base)
     code, said = merge(capsys, adapter, "--output", tmp_path / "merged", "--model_name_or_path", base)
-    assert code == 0 and "in bfloat16" in said and f"{base} is not what the adapter was trained on" in said
+    assert code == 0 and "in bfloat16" in said and f"{base} is not the model that the adapter was trained on" in said
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
@@ -89,7 +89,7 @@ def test_a_classifier_keeps_its_head_and_its_names(tiny_model, tmp_path, capsys)
 def test_dora_goes_with_its_magnitudes_and_qlora_into_the_whole_weights(flags, tiny_model, texts, tmp_path, capsys):
     assert train_here(tiny_model, texts, tmp_path / "out", *LORA, *flags.split()).code == 0
     code, said = merge(capsys, tmp_path / "out")
-    assert (code, "it is merged into the unquantised ones" in said) == (0, "4bit" in flags)
+    assert (code, "it is merged into the unquantised weights" in said) == (0, "4bit" in flags)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
     assert_is_adapter_plus_base(merged, tmp_path / "out", AutoModelForCausalLM.from_pretrained(tiny_model))
     assert not hasattr(merged.config, "quantization_config")
@@ -131,7 +131,7 @@ def test_weights_that_have_no_place(adapter, tiny_model, tmp_path, capsys):
 
 
 def test_what_cannot_be_merged_is_one_line(adapter, tiny_model, texts, capsys):
-    assert "is there already" in merge(capsys, adapter, "--output", tiny_model)[1]
+    assert "exists already" in merge(capsys, adapter, "--output", tiny_model)[1]
     assert f"{tiny_model} holds no adapter" in merge(capsys, tiny_model)[1]
     output = texts / "merged"
     assert f"error output: {output} cannot be written: " in merge(capsys, adapter, "--output", output)[1]

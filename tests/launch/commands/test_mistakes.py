@@ -48,7 +48,7 @@ MISTAKES = {
     "submit azureml --compute c --spot": "--instance_type in place of --compute",
     "submit azureml --compute c -- --output_dir out": "--output_uri",
     "submit azureml --compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "looks like a secret",
-    f"submit azureml --compute c --data azureml:a:1 -- --dataset-name=b {MODEL}": "the job's data set, and so is",
+    f"submit azureml --compute c --data azureml:a:1 -- --dataset-name=b {MODEL}": "names the job's data set",
     f"submit azureml --compute c --dry_run --output {ROOT}/azureml/fast.yaml": "another name",
     "submit azureml --compute c --output_uri ./here": "azureml://datastores",
     f"submit azureml --compute c -- --dataset_name ./here.jsonl {MODEL}": "--data with an asset or uri",

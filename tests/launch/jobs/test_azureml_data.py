@@ -81,7 +81,7 @@ def test_a_refusal_a_missing_login_and_a_missing_workspace_are_one_line(workspac
         return capsys.readouterr().err.splitlines()[-1]
 
     workspace.refuse = "Unknown compute target 'gpus'."
-    assert "Azure says: (UserError) Unknown compute target 'gpus'" in last_line()
+    assert "Azure reports: (UserError) Unknown compute target 'gpus'" in last_line()
     monkeypatch.delenv("IDENTITY_ENDPOINT")
     assert "az login" in last_line()
     Path("config.json").unlink()

@@ -155,4 +155,4 @@ def test_a_killed_rank_ends_the_job_on_every_node(cluster, slow_flags, tmp_path)
 def test_what_slurm_refuses_is_its_own_sentence_in_one_line(cluster, tmp_path):
     job, outcome = submit(cluster, tmp_path, "--partition", "nowhere")
     assert (job, outcome.code) == ("", 2)
-    assert "Slurm says: " in outcome.output and "invalid partition specified: nowhere" in outcome.output
+    assert "Slurm reports: " in outcome.output and "invalid partition specified: nowhere" in outcome.output

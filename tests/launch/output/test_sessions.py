@@ -40,6 +40,6 @@ def test_an_exact_rerun_refuses_a_run_of_several_worlds(resumed, tmp_path, capsy
     whole["sessions"][0]["world_size"] = 2
     (tmp_path / "run.json").write_text(json.dumps(whole))
     assert main(["rerun", "run.json", "--dry_run"]) == 0
-    assert "it was resumed on 2 and then 1 processes" in capsys.readouterr().err
+    assert "the recorded run was resumed on 2 and then 1 processes" in capsys.readouterr().err
     assert main(["rerun", "run.json", "--dry_run", "--exact"]) == 2
-    assert "leave --exact out" in capsys.readouterr().err
+    assert "leave out --exact" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp
     words = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "baseline", "--on_oom", "next", "--", *ours]
     done = run(words, tmp_path / "out", cwd=ROOT)
     assert (done.code, done.record["status"]) == (0, "finished"), done.output
-    assert "out of memory: again, with batch 4 x 2 x 1 = 8: --per_device_train_batch_size 4" in done.output
+    assert "out of memory: retrying with batch 4 x 2 x 1 = 8: --per_device_train_batch_size 4" in done.output
     assert done.output.count("out of memory after step 5") == 1 and "checkpoint-5, step 5" in done.output
     assert not (tmp_path / "out" / "out_of_memory.json").exists()
     whole = {"output": tmp_path / "whole", "processes": 1, "config": "single.yaml"}

@@ -47,7 +47,7 @@ def disk(tmp_path):
 
 FAILURES = {  # the system's words, and the start of the remedy; run.json cannot be written either
     "full": (Disk.fill, "No space left on device", "Make room"),
-    "read-only": (Disk.turn_read_only, "Read-only file system", "Make it"),
+    "read-only": (Disk.turn_read_only, "Read-only file system", "Make the disk writable"),
 }
 
 

@@ -1,12 +1,13 @@
-"""From tokens to batches: each example on its own, padded to a common length, or packed.
+"""Make batches from tokens: each example on its own, padded to a common length, or packed.
 
-Packing makes rows of exactly `max_length` tokens. Whole examples side by side that do not see each
-other (`bfd`, for best-fit decreasing), or all texts joined and cut (`wrapped`).
+Packing makes rows of exactly `max_length` tokens. The strategy `bfd` (best-fit decreasing) puts
+examples side by side, and they do not attend to each other. `wrapped` joins all texts and cuts
+them.
 
-A row is made of the tokenized examples when it is asked for: packing looks at their lengths only
-and stores nothing. trl's `pack_dataset` takes 20 s and a second copy of the tokens for a million
-examples, against 0.5 s and none. It cuts long examples without a word, keeps rows without
-anything to learn, and joins within each thousand examples only.
+A row is built from the tokenized examples on access: packing reads only the examples' lengths and
+stores no tokens. For a million examples it takes 0.5 s; trl's `pack_dataset` takes 20 s and a
+second copy of the tokens. trl also cuts long examples silently, keeps rows with nothing to learn,
+and joins only within each thousand examples.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Example = dict[str, Any]  # input_ids, and labels: one for each token, or one cl
 
 @dataclass
 class _Made(torch.utils.data.Dataset):
-    """Rows that are made of examples when they are asked for."""
+    """Rows that are built from examples on access."""
 
     examples: Dataset
     length: int
 
     def __post_init__(self) -> None:
-        self._tables = self.examples.with_format("arrow")  # takes forty times as long as reading a row
+        self._tables = self.examples.with_format("arrow")  # once: this takes forty times as long as reading a row
 
     def cut(self) -> str:
-        """How much of the examples is longer than a row, in words."""
+        """Describe how many tokens are cut from examples longer than a row; empty if none are."""
         lengths = lengths_of(self.examples)
         lost = int(np.maximum(lengths - self.length, 0).sum())
         share = f"{lost / max(1, lengths.sum()):.1%}"
@@ -46,7 +47,7 @@ class _Made(torch.utils.data.Dataset):
 
 
 class Cut(_Made):
-    """Each example on its own, cut to `length` tokens."""
+    """Rows of one example each, cut to `length` tokens."""
 
     def __str__(self) -> str:
         shown = np.minimum(lengths_of(self.examples), self.length)
@@ -59,7 +60,7 @@ class Cut(_Made):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: list[int]) -> list[Example]:
-        """A micro-batch at once, which torch's loader asks for."""
+        """Return the rows of a micro-batch in one call: torch's DataLoader uses this method."""
         rows = arrays_of(self._tables[numbers])
         return [
             {"input_ids": ids[: self.length].tolist(), "labels": labels[: self.length].tolist()} for ids, labels in rows
@@ -68,13 +69,13 @@ class Cut(_Made):
 
 @dataclass
 class Packs(_Made):
-    """Row `i` holds the examples `order[starts[i]:starts[i + 1]]`, and at its end padding.
+    """Packed rows: row `i` holds the examples `order[starts[i]:starts[i + 1]]`, then padding.
 
-    Their position_ids restart, which is how a model knows where one begins. The first label of
-    each is ignored: the token before it is another's.
+    The position_ids restart with each example: they tell a model where an example begins. The first
+    label of each example is ignored, because the token before it belongs to another example.
     """
 
-    padding: int = 0  # a token: nothing is learned of it, and nothing sees it
+    padding: int = 0  # a token id: no loss is computed on it, and no example attends to it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +88,7 @@ class Packs(_Made):
 
     @property
     def attended(self) -> float:
-        """The length of a token's own example, averaged over all tokens."""
+        """The length of the example that a token belongs to, averaged over all tokens."""
         lengths = np.minimum(lengths_of(self.examples), self.length).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 
@@ -109,13 +110,11 @@ class Packs(_Made):
 
 @dataclass
 class Joined(_Made):
-    """Row `i` is the part `i` of the examples joined end to end. The incomplete last part is left
-    out.
-    """
+    """Rows cut from all examples joined end to end. An incomplete last row is dropped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.ends = lengths_of(self.examples).cumsum()  # of each example, in the joined tokens
+        self.ends = lengths_of(self.examples).cumsum()  # where each example ends in the joined tokens
 
     def __str__(self) -> str:
         rest = int(self.ends[-1]) - len(self) * self.length
@@ -138,28 +137,29 @@ def joins(run: Settings) -> bool:
 
 
 def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
-    """True for each example that teaches something, by the place of its first label: labels beyond
-    `max_length` are cut off. A micro-batch of only others would have a loss of nan.
+    """Return True for each example with something to learn. A micro-batch of other examples only
+    would have a loss of nan.
 
-    Raises `UserError` if texts are joined and parts of them are only read: a row could hold those
-    alone.
+    `first_learned` holds the position of each example's first label. Unless texts are joined, that
+    label must lie within `max_length`, where examples are cut. Raises `UserError` if texts are
+    joined and prompts are not learned: a row could hold only such a prompt.
     """
     if not joins(run):
         return first_learned < run["max_length"]
     found = first_learned < NOTHING
     if (first_learned[found] > 1).any():
-        what = "wrapped joins texts of which all is learned, and the data has prompts that are only read"
+        what = "wrapped joins only texts that are learned in full, and the data has prompts that are not learned"
         raise mistake("packing_strategy", what, "--packing_strategy bfd, or --completion_only_loss false")
     return found
 
 
 def nothing_to_learn(flag: str, longest: int) -> UserError:
     what = f"there is nothing to learn within {longest:,} tokens: all labels are masked"
-    return mistake(flag, what, "texts, completions or assistant messages that are not empty, a larger --max_length")
+    return mistake(flag, what, "use non-empty texts, completions or assistant messages, or a larger --max_length")
 
 
 def in_rows(run: Settings, examples: Dataset, padding: int) -> Cut | Packs | Joined:
-    """The examples as the run trains on them."""
+    """Arrange the examples in rows, packed or not, as the run trains on them."""
     length = run["max_length"]
     if not run["packing"]:
         return Cut(examples, length)
@@ -167,16 +167,16 @@ def in_rows(run: Settings, examples: Dataset, padding: int) -> Cut | Packs | Joi
 
 
 def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit decreasing bin packing: the longest example first, each into the row with the least
-    space that it fits in. Returns the examples' numbers row by row, and where each row begins.
+    """Pack examples by best-fit decreasing: longest first, each into the fullest row where it fits.
 
-    Examples above the limit count as long as it. A bit of `spaces` stands for each space that some
-    row has left: a million examples take half a second.
+    Returns the examples' numbers row by row, without empty examples, and the index where each row
+    begins. An example longer than `limit` counts as `limit`. Bit `n` of `spaces` is set while some
+    row has `n` tokens left: a million examples take half a second.
     """
     lengths = np.minimum(lengths, limit)
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     row_of, count, spaces = [], 0, 0
-    rows_with: dict[int, list[int]] = defaultdict(list)  # rows by the space that is left in them
+    rows_with: dict[int, list[int]] = defaultdict(list)  # space left -> the rows with that space
     for length in lengths[order].tolist():
         if fitting := spaces >> length:
             space = length + (fitting & -fitting).bit_length() - 1
@@ -202,11 +202,12 @@ def _row(**columns: np.ndarray) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Stack:
-    """Packed rows have one length and nothing to mask.
+    """Stack packed rows into a batch: the rows have one length and need no attention mask.
 
-    FlashAttention finds where examples begin by position_ids in a batch of one row only, and lets
-    them see each other in larger ones: for `flash`, it is told. The number of limits is a power of
-    two, so that compiled code is rarely compiled again.
+    FlashAttention finds where examples begin from position_ids only if the batch has one row; in
+    larger batches examples would attend to each other. With `flash`, the batch states where they
+    begin. The number of starts is padded to a power of two, so that compiled code is rarely
+    compiled again.
     """
 
     flash: bool = False
@@ -225,10 +226,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Pad:
-    """Pads on the right. A row's labels are one per token, or one class for the whole row."""
+    """Pad rows on the right. Labels are one per token, or one target for the whole row."""
 
     pad_token_id: int
-    longest: int  # no batch is padded beyond it: the model may have no more positions
+    longest: int  # the most tokens to pad to: the model may have no more positions
 
     def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)

@@ -1,8 +1,7 @@
-"""Chats as text: messages of any public format, rendered by the tokenizer's chat template, and the
-part of the text that is learned.
+"""Render chats of any public format with the tokenizer's chat template, and find the text to learn.
 
-trl's `maybe_convert_to_chatml` renames the keys of ShareGPT and leaves its roles, so a template
-meets `human`, `gpt` and `function_call`. Nor does that function know tools written as JSON.
+trl's `maybe_convert_to_chatml` renames the keys of ShareGPT but not its roles, so that a template
+meets `human`, `gpt` and `function_call`. That function does not read tools written as JSON either.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from recipes.errors import mistake, one_line
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
-Spans = list[tuple[int, int]]  # of characters
+Spans = list[tuple[int, int]]  # begin and end of each piece, in characters
 
-# ShareGPT's names, LLaMA-Factory's for calls of tools and what they return, and the usual ones.
+# ShareGPT's roles, LLaMA-Factory's roles for tool calls and tool results, and the usual roles.
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool",
     "user": "user", "assistant": "assistant", "system": "system", "developer": "developer", "tool": "tool",
 }  # fmt: skip
-_ANSWERS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # what a message may say
-_MESSAGES = 'lists of {"role": ..., "content": ...} in every row'
+_ANSWERS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # the fields that an answer may fill
+_MESSAGES = 'write a list of {"role": ..., "content": ...} in every row'
 
 
 @dataclass
 class Chat:
-    """A chat as its template writes it, and the characters to learn (None for all)."""
+    """A chat rendered by its template, and the characters to learn (None for all of them)."""
 
     text: str
     learned: Spans | None
@@ -45,10 +44,11 @@ class Chat:
 def read_chat(
     row: Mapping[str, Any], column: str, tokenizer, assistant_only: bool, completion_only: bool
 ) -> Chat | None:
-    """The chat of a row, None if there is no answer to learn in it.
+    """Return the chat of a row, or None if the chat has no answer to learn.
 
-    `column` holds a whole chat, or is "completion", which follows a prompt of messages. Messages
-    that `_teaches` rejects, and with `completion_only` those of the prompt, are only context.
+    `column` holds a whole chat, or is "completion", which continues the messages in "prompt".
+    Messages that `_teaches` rejects are context only. So is the prompt with `completion_only`, and
+    everything but the assistant's words with `assistant_only`.
     """
     said = _messages_of(row[column], tokenizer)
     answers = [message for message in said if message["role"] == "assistant"]
@@ -74,8 +74,8 @@ def read_chat(
 
 
 def _teaches(message: dict[str, Any]) -> bool:
-    """True for a message to learn from. A `weight` of 0 says that it is not, as for OpenAI and
-    axolotl, and an answer that says nothing would teach the model to stop at once.
+    """True if a message is to be learned. A `weight` of 0 excludes it, as for OpenAI and axolotl.
+    An empty answer is excluded too, because it would teach the model to stop at once.
     """
     if message.get("weight") == 0:
         return False
@@ -90,8 +90,8 @@ def _messages_of(turns: Any, tokenizer) -> Messages:
 
 
 def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
-    """A message with role and content. A content of null is an empty text: some templates would
-    write "None", and others refuse it.
+    """Return the message with role and content. A content of null becomes an empty text: some
+    templates would write "None", and others refuse it.
     """
     message = _without_none(turn)
     if "from" in message:
@@ -100,7 +100,7 @@ def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
     role = ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
     if role is None or (role not in ROLES.values() and role not in str(tokenizer.chat_template)):
         what = f"has a message with the role {speaker!r}, which the chat template does not know: {_short(turn)}"
-        raise mistake("dataset_name", what, "one of " + ", ".join(ROLES))
+        raise mistake("dataset_name", what, "use one of " + ", ".join(ROLES))
     message["role"] = role
     if speaker == "function_call":
         message |= {"content": "", "tool_calls": message.get("content")}
@@ -113,31 +113,31 @@ def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
 
 
 def _with_arguments(call: dict) -> dict:
-    """A call with its arguments as an object: nearly all templates write that as JSON."""
+    """Return the call with its arguments as an object, which nearly all templates write as JSON."""
     function = call["function"]
     (arguments,) = _objects(function.get("arguments"), "the arguments of a tool call") or [{}]
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _functions(value: Any, what: str) -> list[dict]:
-    """Tools or calls, as transformers describes them to a template."""
+    """Return tools or tool calls in the form that transformers passes to a template."""
     found = _objects(value, what)
     return [one if isinstance(one.get("function"), dict) else {"type": "function", "function": one} for one in found]
 
 
 def _objects(value: Any, what: str) -> list[dict]:
-    """One object or several, perhaps written as JSON."""
+    """Return the objects in a value: one object or a list, perhaps written as JSON."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value or "[]")
     found = value if isinstance(value, list) else [value] if value else []
     if not all(isinstance(one, dict) for one in found):
-        raise mistake("dataset_name", f"{what} is not a JSON object: {_short(value)}", "JSON in every row")
+        raise mistake("dataset_name", f"{what} is not a JSON object: {_short(value)}", "write JSON in every row")
     return found
 
 
 def _without_none(value: Any) -> Any:
-    """The value without keys that nobody wrote: Arrow gives each message the keys of all others."""
+    """Remove keys with the value None: Arrow gives each message the keys of all messages."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
@@ -151,29 +151,29 @@ def _short(value: Any) -> str:
 
 
 class _Template:
-    """A chat, and the text that the tokenizer's template makes of it."""
+    """A chat, and the text that the tokenizer's chat template renders from it."""
 
     def __init__(self, tokenizer, chat: Messages, tools: Tools | None):
         self.tokenizer, self.chat, self.tools = tokenizer, chat, tools
         self.source = tokenizer.get_chat_template(tools=tools)
         self.text = self.render(chat)
         names = [call["function"].get("name") for message in chat for call in message.get("tool_calls") or []]
-        # Templates that know no tools leave calls out without a word.
+        # Templates without tool support leave tool calls out silently.
         if names and ("tool_calls" not in self.source or not all(str(name) in self.text for name in names)):
-            what = f"the tokenizer's chat template leaves out that the assistant calls {names[0]}"
-            fix = "a model whose chat template writes tool calls, or chats without them"
+            what = f"the tokenizer's chat template leaves out the assistant's call of {names[0]}"
+            fix = "use a model whose chat template writes tool calls, or chats without tool calls"
             raise mistake("dataset_name", what, fix)
 
     def render(self, chat: Messages, **options) -> str:
         try:
             return self.tokenizer.apply_chat_template(chat, tools=self.tools, tokenize=False, **options)
-        except (TemplateError, TypeError, LookupError, ValueError, AttributeError) as error:  # it is a program
-            what = f"the tokenizer's chat template refuses a chat: {one_line(error)}; it is {str(chat)[:200]}"
-            fix = 'messages such as {"role": "user", "content": "..."}, in an order that the template allows'
+        except (TemplateError, TypeError, LookupError, ValueError, AttributeError) as error:  # a template is a program
+            what = f"the tokenizer's chat template refuses a chat: {one_line(error)}; the chat is {str(chat)[:200]}"
+            fix = 'use messages such as {"role": "user", "content": "..."}, in an order that the template allows'
             raise mistake("dataset_name", what, fix) from None
 
     def marked(self) -> Spans | None:
-        """The characters that the template marks as the assistant's; None if it marks none."""
+        """Return the characters that the template marks as the assistant's, None without marks."""
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return None
         options = dict(tools=self.tools, chat_template=self.source, return_assistant_tokens_mask=True)
@@ -181,7 +181,7 @@ class _Template:
         return spans
 
     def spans(self, teaches: Sequence[bool]) -> Spans:
-        """The characters of the messages that teach, with what the template writes around them."""
+        """Return the characters of the messages to learn, with the template's text around each."""
         found, count = [], len(self.chat)
         for learned, group in groupby(range(count), teaches.__getitem__):
             first, *rest = group
@@ -191,22 +191,23 @@ class _Template:
         return found
 
     def answers(self, teaches: Sequence[bool]) -> Spans:
-        """The characters of the messages that teach, without the line break behind."""
+        """Return the characters of the messages to learn, without the line break at their end."""
         found = []
         for number in compress(range(len(self.chat)), teaches):
             rendered = self.render(self.chat[: number + 1])
             if not self.text.startswith(rendered):
-                what = "the tokenizer's chat template rewrites earlier messages, so the assistant's cannot be found"
-                fix = "a chat template that marks them with {% generation %} ... {% endgeneration %}"
+                what = "the chat template rewrites earlier messages, so the assistant's words cannot be found"
+                fix = "use a chat template that marks these words with {% generation %} ... {% endgeneration %}"
                 raise mistake("assistant_only_loss", what, fix)
             found.append((self._begin(number), len(rendered.rstrip())))
         return found
 
     def _begin(self, number: int) -> int:
-        """The place of the character at which a message begins, or of an answer its words.
+        """Return the position of the character where a message begins, or where an answer's words
+        do.
 
-        Some templates write what comes before in another way if it is the end. Then it is where a
-        text with other words in the message begins to differ.
+        Some templates write the earlier messages differently if nothing follows them. The position
+        is then the first character that changes with the message's content.
         """
         message = self.chat[number]
         is_answer = message["role"] == "assistant"
@@ -217,6 +218,6 @@ class _Template:
         other = self.render([*self.chat[:number], {**message, "content": "\0"}, *self.chat[number + 1 :]])
         if other == self.text:
             what = f"the tokenizer's chat template leaves out a message of the {message['role']}"
-            raise mistake("dataset_name", what, "chats whose messages the template writes")
+            raise mistake("dataset_name", what, "use chats whose messages the template writes")
         pairs = enumerate(zip(self.text, other, strict=False))
         return next((place for place, (one, two) in pairs if one != two), len(self.text))

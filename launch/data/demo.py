@@ -1,4 +1,4 @@
-"""The demonstration: a small byte-level decoder learns Python's own source. Downloads nothing."""
+"""The demonstration: a small byte-level decoder learns Python's own source, without downloads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def demo_corpus() -> list[str]:
-    """The standard library's single-file modules, in the same alphabetical order on every rank."""
+    """Return the standard library's single-file modules, in the same order on every rank."""
     texts, room = [], CORPUS_BYTES
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -40,13 +40,13 @@ def demo_corpus() -> list[str]:
 
 
 def held_out(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Texts to train on, and every twentieth to evaluate on, so that both cover the alphabet."""
+    """Split off every twentieth text for evaluation, so that both splits cover the alphabet."""
     kept = [text for number, text in enumerate(texts, start=1) if number % HELD_OUT_EVERY]
     return kept, texts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
 
 
 def demo_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte and four special ones: any text is encoded and decoded exactly."""
+    """Return a tokenizer of 256 bytes and four special tokens, which decodes any text exactly."""
     # One printable character stands for each byte.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
@@ -67,7 +67,7 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """0.7 million parameters: two CPU cores train it in a minute. It learns how Python looks."""
+    """Return a model of 0.7 million parameters, which two CPU cores train in a minute."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -76,7 +76,7 @@ def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=DEMONSTRATION_MODEL["max_position_embeddings"],
-        # The usual 0.02 suits wide models. With it, one as narrow as this learns half as fast.
+        # The usual 0.02 suits wide models. A model as narrow as this learns half as fast with it.
         initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,  # texts begin with their first byte

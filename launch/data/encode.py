@@ -1,5 +1,5 @@
-"""From rows to tokens and labels. The columns of public data sets tell the format of each row:
-texts, prompts and completions, chats, Alpaca, or token ids.
+"""Encode rows as tokens and labels. A row's columns tell its format: text, prompt and completion,
+chat, Alpaca, or token ids.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from recipes.errors import UserError, mistake, one_line
 from recipes.run import Settings
 
 IGNORED = -100  # the label that cross-entropy skips
-Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels: the same list if all is learned
+Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels: the same list object if all tokens are learned
 
 _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
 
 
 @dataclass
 class Text:
-    """A prompt, which is learned or only read, and the completion that follows it. A text alone is
-    a prompt that is learned.
-    """
+    """A prompt, learned or not, and its completion. A plain text is a learned prompt alone."""
 
     prompt: str
     completion: str
@@ -41,14 +39,14 @@ class Text:
 def encode_rows(
     rows: pyarrow.Table, features: Features, run: Settings, tokenizer, first: int | None = None
 ) -> list[Tokens]:
-    """The tokens and labels of each row, read in its own format: none for a row without any.
+    """Return each row's tokens and labels, read in the row's own format; empty lists without one.
 
-    `first` is the number of the first row in its split, so that a mistake can name its row.
+    `first` is the number of the first row in its split, so that an error can name the row.
     """
     known = formats(run, features)
     names = {*chain(*known), *_BESIDE} & {*features}
     info = DatasetInfo(features=Features({name: features[name] for name in names}))
-    columns = Dataset(rows.select(list(names)), info, fingerprint="a few rows")[:]  # which knows JSON in a column
+    columns = Dataset(rows.select(list(names)), info, fingerprint="a few rows")[:]  # a Dataset decodes JSON columns
     found: list[Any] = []
     for number in range(len(rows)):
         row = {name: values[number] for name, values in columns.items()}
@@ -67,7 +65,7 @@ def encode_rows(
 
 
 def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text | Chat | Tokens | None:
-    """A row that has a format. None if there is nothing to learn in it."""
+    """Read a row in its format `own`. Returns None if the row has nothing to learn."""
     is_text = own == (run["dataset_text_field"],)
     if own == IDS and not is_text:
         return _token_ids(row, len(tokenizer))
@@ -76,17 +74,17 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
     completes, only = own in (COMPLETIONS, ALPACA), run["completion_only_loss"]
     if not is_text and (own in CHATS or any(isinstance(row[name], list) for name in COMPLETIONS)):
         if only and not completes and not run["assistant_only_loss"]:
-            fix = "data with both columns; for chats --assistant_only_loss without it"
-            raise mistake("completion_only_loss", "has no prompt and completion", fix)
+            fix = "use data with both columns; for chats, --assistant_only_loss instead"
+            raise mistake("completion_only_loss", "the row has no prompt and completion", fix)
         if not tokenizer.chat_template:
-            what = f"is a chat, and the tokenizer of {run['model_name_or_path']} has no chat template"
-            fix = "a model for chats (their names often end in -Instruct), or data with a text column"
+            what = f"the row is a chat, and the tokenizer of {run['model_name_or_path']} has no chat template"
+            fix = "use a chat model (names often end in -Instruct), or data with a text column"
             raise mistake("model_name_or_path", what, fix)
         column = "completion" if completes else own[0]
         return read_chat(row, column, tokenizer, run["assistant_only_loss"], completes and only is not False)
     for flag, needed in (("assistant_only_loss", "messages"), ("completion_only_loss", "prompt and completion")):
         if run[flag] and not (completes and flag.startswith("completion")):
-            raise mistake(flag, f"has no {needed}", f"data with {needed}, or leave it out")
+            raise mistake(flag, f"the row has no {needed}", f"use data with {needed}, or leave the flag out")
     if is_text:
         text = _text(row, own[0], "dataset_text_field")
         return Text(text, "", learns_prompt=True) if text else None
@@ -99,7 +97,7 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
     value = row.get(column)
     if not isinstance(value, str | None):
         what = f"holds {one_line(repr(value)[:100])} in the column {column!r}, not text"
-        raise mistake(subject, what, "a text in every row")
+        raise mistake(subject, what, "write a text in every row")
     return value or ""
 
 
@@ -107,8 +105,8 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
 
 
 def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Tokens]:
-    """Prompt and completion are tokenized separately, as at inference: no token spans both. EOS
-    ends each, so that the model learns to stop.
+    """Tokenize prompt and completion separately, as at inference: no token spans both. EOS ends
+    each example, so that the model learns to stop.
     """
 
     def tokenize(words: list[str], **options) -> list[list[int]]:
@@ -116,7 +114,7 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
 
     prompts = [text.prompt for text in texts]
     if run["task"] == "sequence_classification":
-        # The tokenizer itself cuts a long text, so that its closing token stays.
+        # The tokenizer itself truncates a long text, so that the closing token stays.
         return [(ids, ids) for ids in tokenize(prompts, truncation=True, max_length=run["max_length"])]
     found: list[Tokens] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -130,15 +128,15 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
 
 
 def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Tokens]:
-    """Chats end as their template ends them: EOS is not appended. Labels are the tokens that hold
-    characters to learn.
+    """Tokenize chats as their template ends them, without an EOS appended. A token is learned if it
+    holds a character to learn.
     """
     if not chats:
         return []
     masks = any(chat.learned is not None for chat in chats)
     if masks and not tokenizer.is_fast:
-        what = "the tokenizer does not say which characters a token holds, so parts of a chat cannot be masked"
-        raise mistake("model_name_or_path", what, "a model that has a tokenizer.json")
+        what = "the tokenizer does not report which characters a token holds, so parts of a chat cannot be masked"
+        raise mistake("model_name_or_path", what, "use a model that has a tokenizer.json")
     options = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
     encoded = tokenizer([chat.text for chat in chats], return_offsets_mapping=masks, **options)
     found: list[Tokens] = []
@@ -153,23 +151,23 @@ def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Token
 
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
-    """Token ids and their labels as they are, without the padding that the attention mask marks."""
+    """Return token ids and labels unchanged, without the padding that the attention mask marks."""
     ids, labels = row["input_ids"], row["labels"] if "labels" in row else row["input_ids"]
     mask = row.get("attention_mask") or [1] * len(ids if isinstance(ids, list) else ())
     if not all(isinstance(one, list) for one in (ids, labels, mask)) or len(mask) != len(ids):
-        what = "has input_ids, labels or attention_mask that are no lists of one length"
-        raise mistake("dataset_name", what, "lists of one length in every row")
+        what = "has input_ids, labels or attention_mask that are not lists of one length"
+        raise mistake("dataset_name", what, "use lists of one length in every row")
     if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
-        what = f"has token ids that the tokenizer does not know: it has {vocabulary:,}"
-        raise mistake("dataset_name", what, "the ids of the model's own tokenizer; or texts, which are tokenized here")
+        what = f"has token ids that the tokenizer does not know: its vocabulary has {vocabulary:,}"
+        raise mistake("dataset_name", what, "use ids of the model's own tokenizer, or texts, which are tokenized here")
     if any(one not in (own, IGNORED) for own, one in zip_longest(ids, labels)):
-        fix = f"labels that are their tokens, or {IGNORED} where nothing is to learn: the model itself shifts them"
-        raise mistake("dataset_name", "has labels that are other tokens than its input_ids", fix)
+        fix = f"set each label to its token, or to {IGNORED} to ignore it: the model itself shifts the labels"
+        raise mistake("dataset_name", "has labels that differ from its input_ids", fix)
     return list(compress(ids, mask)), list(compress(labels, mask))
 
 
 def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[str, Any]:
-    """A prompt and a completion: messages for the model's template, or else texts."""
+    """Return a prompt and a completion: messages if there is a chat template, else texts."""
     task, given, answer = (_text(row, name, "dataset_name") for name in ("instruction", "input", "output"))
     prompt = "\n\n".join(filter(None, (task, given)))
     if not template:

@@ -1,4 +1,4 @@
-"""The targets of a classifier, as its label column says: one class, several, or numbers."""
+"""Read a classifier's targets from its label column: one class, several classes, or a number."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classifi
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a classifier. `problem_type` is transformers' name for it.
+    """The target of a classifier. `problem_type` is transformers' name for the kind of target.
 
-    `names` are those of the model's outputs, in its order. `numbers` maps a row's label to its
-    class; it is empty if a label is a number to learn, or a list with a 0 or 1 for each class.
+    `names` are the names of the model's outputs, in the model's order. `numbers` maps a row's label
+    to its class; it is empty if labels are numbers to learn, or lists with a 0 or 1 for each class.
     """
 
     problem_type: str
@@ -36,9 +36,9 @@ class Target:
         return kinds.get(self.problem_type, "regression")
 
     def encode(self, label: Any) -> int | float | tuple[float, ...]:
-        """A row's label as a batch holds it: a class, a number, or a number for each class.
+        """Convert a label to its form in a batch: a class, a number, or a number for each class.
 
-        Raises `LookupError`, `TypeError` or `ValueError` for labels unlike those to train on.
+        Raises `LookupError`, `TypeError` or `ValueError` for a label unlike the training labels.
         """
         if self.problem_type == SINGLE:
             return self.numbers[label]
@@ -51,11 +51,12 @@ class Target:
 
 
 def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Target:
-    """The target that the column `label` of the rows holds: texts and integers are classes, other
-    numbers a regression, lists several classes at once. `--problem_type` wins where it can.
+    """Recognise the target by the values in the column `label`: texts and integers are classes,
+    other numbers a regression, lists several classes at once. `--problem_type` wins if the values
+    allow it.
 
-    `classes` are the names of a model that was trained to classify, in its order. Raises
-    `UserError` if the column holds something else.
+    `classes` are the class names of a model that was trained to classify, in the model's order.
+    Raises `UserError` if the column holds something else.
     """
     name, wanted, feature = run["dataset_label_field"], run["problem_type"], rows.features["label"]
     labels = _labels(rows, name, "dataset_label_field")
@@ -65,11 +66,11 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
         raise mistake("problem_type", f"is {wanted}, and the column {name!r} holds {holds}", "leave it out")
     if wanted == REGRESSION or (wanted is None and any(isinstance(label, float) for label in labels)):
         if not all(isinstance(label, int | float) for label in labels):
-            what = f"regression learns numbers, and the column {name!r} holds others"
-            raise mistake("problem_type", what, "leave it out, or a column of numbers")
+            what = f"regression learns numbers, and the column {name!r} holds other values"
+            raise mistake("problem_type", what, "leave it out, or use a column of numbers")
         return Target(REGRESSION, [name])
     kind, values = (feature.feature, {one for label in labels for one in label}) if is_list else (feature, labels)
-    # Lists of one length of only 0 and 1: as lists of classes, all would name the same ones.
+    # Lists of one length of only 0 and 1 are flags: as classes, all would name classes 0 and 1.
     lengths = {len(label) for label in labels} if is_list and isinstance(kind, Value) and values <= {0, 1} else set()
     if len(lengths) == 1 and (outputs := max(lengths)) > 1:
         names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
@@ -77,21 +78,21 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     by_label = _classes(name, kind, values)
     names, known = list(by_label.values()), [one.lower() for one in classes]
     numbers = {label: number for number, label in enumerate(by_label)}
-    if names and all(one.lower() in known for one in names):  # the model was trained on all of them
+    if names and all(one.lower() in known for one in names):  # the model was trained on all these classes
         names, numbers = list(classes), {label: known.index(one.lower()) for label, one in by_label.items()}
     elif len(names) < 2:
         what = f"all rows have the same label: {''.join(names) or 'none'}"
-        raise mistake("dataset_label_field", what, "data with two classes or more")
+        raise mistake("dataset_label_field", what, "use data with two classes or more")
     return Target(MULTI if is_list else SINGLE, names, numbers)
 
 
 def recognised(run: RunSpec, problem_type: str | None) -> tuple[RunSpec, list[Problem]]:
-    """The run with the `problem_type` of its data, and the advice that `check` could not give
-    before. Raises `UserError` for settings that do not go with such labels.
+    """Return the run with the `problem_type` of its data, and the advice that `check` cannot give
+    without it. Raises `UserError` for settings that do not fit such labels.
     """
     if problem_type is None or run["problem_type"] == problem_type:
         return run, []
-    setting = Setting(problem_type, "data", f"what the column {run['dataset_label_field']} holds")
+    setting = Setting(problem_type, "data", f"the labels in the column {run['dataset_label_field']}")
     known = replace(run, limits={**run.limits, "problem_type": setting})
     found = new_problems(known, run)
     if errors := [problem for problem in found if problem.severity == "error"]:
@@ -100,12 +101,12 @@ def recognised(run: RunSpec, problem_type: str | None) -> tuple[RunSpec, list[Pr
 
 
 def _labels(rows: Dataset, name: str, flag: str) -> set:
-    """The different labels, lists as tuples. Raises `UserError` if a row has none."""
+    """Return the different labels, lists as tuples. Raises `UserError` if a row has none."""
     found = rows.select_columns("label")[:]["label"]
     labels = [tuple(label) if isinstance(label, list) else label for label in found]
     if unusable := sum(not _is_usable(label) for label in labels):
         what = f"the column {name!r} has {plural(unusable, 'row')} without a usable label"
-        raise mistake(flag, what, "a label in every row: a class, a number, or a list that may be empty")
+        raise mistake(flag, what, "write a label in every row: a class, a number, or a list that may be empty")
     return set(labels)
 
 
@@ -115,8 +116,8 @@ def _is_usable(label: Any) -> bool:
 
 
 def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
-    """The name of each class by the label in a row, in the order of the classes: as the data lists
-    them, texts in alphabetical order, or numbers in theirs.
+    """Map each label of a row to the name of its class. The classes keep the order of the data's
+    own list; without a list, texts are in alphabetical order and numbers in ascending order.
     """
     if isinstance(kind, ClassLabel):
         return dict(enumerate(kind.names))
@@ -126,7 +127,7 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
         return {number: str(number) for number in sorted(map(int, values))}
     held = ", ".join(sorted(map(repr, values))[:5])
     what = f"the column {name!r} holds {held}: a class is a text or a whole number"
-    fix = "a label for every row, as a text or a whole number; or --problem_type regression for numbers to learn"
+    fix = "write a text or a whole number in every row; or --problem_type regression to learn numbers"
     raise mistake("dataset_label_field", what, fix)
 
 
@@ -135,7 +136,7 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
 
 @dataclass
 class Labelled(Cut):
-    """The tokens of each text, with its label as the model learns it."""
+    """The tokens of each text, and the text's label in the form that the model learns."""
 
     target: Target
 
@@ -149,8 +150,8 @@ class Labelled(Cut):
 
 
 def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelled:
-    """The examples whose text is not empty. Raises `UserError` for labels that `Target.encode`
-    cannot take: those to evaluate on may have other values.
+    """Return the examples whose text is not empty. Raises `UserError` for labels that
+    `Target.encode` rejects: evaluation data may have labels that the training data lacks.
     """
     unknown = []
     for label in _labels(rows, run["dataset_label_field"], flag):
@@ -159,10 +160,10 @@ def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelle
         except (LookupError, TypeError, ValueError):
             unknown.append(label)
     if unknown:
-        what = f"has labels unlike those to train on: {', '.join(map(repr, unknown[:5]))}"
-        fix = "rows whose labels the training data has too: if they are sorted by label, shuffle them first"
+        what = f"has labels unlike the training labels: {', '.join(map(repr, unknown[:5]))}"
+        fix = "use rows whose labels the training data has too; shuffle rows that are sorted by label first"
         raise mistake(flag, what, fix)
     examples = rows.select(np.flatnonzero(lengths_of(rows)))
     if not len(examples):
-        raise mistake(flag, f"all texts in the column {run['dataset_text_field']!r} are empty", "texts to classify")
+        raise mistake(flag, f"all texts in the column {run['dataset_text_field']!r} are empty", "add texts")
     return Labelled(examples, run["max_length"], target)

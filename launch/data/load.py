@@ -1,4 +1,4 @@
-"""Data for a run: read, tokenized by its columns, and checked before a single step is taken."""
+"""Load a run's data: read, tokenize and check it before the first step."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Rows = Cut | Packs | Joined
 
 @dataclass
 class Data:
-    """What Trainer needs, and a description for a person.
+    """The data in the form that Trainer needs, and a description for a person.
 
-    `labels` are the names of a classifier's outputs and `problem_type` what it learns of them, None
-    for language models. `commit` is the Hub's, of data from there; None if unknown.
+    `labels` are the names of a classifier's outputs, and `problem_type` is its kind of target; both
+    are None for language models. `commit` is the commit of data from the Hub; None if unknown.
     """
 
     train: Rows | Stream
@@ -42,27 +42,27 @@ class Data:
     problem_type: str | None = None
 
     def collator_for(self, attention: str | None) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
-        """The collator for the model's attention: Flash is told where examples begin."""
+        """Return the collator for this attention: Flash must be given each example's start."""
         is_flash = isinstance(self.collator, Stack) and "flash" in (attention or "")
         return Stack(flash=True) if is_flash else self.collator
 
 
 def require_same(data: Data, world: World) -> None:
-    """Each process asks the Hub for itself. Raises `UserError` on one that got another commit than
-    rank 0.
+    """Raise `UserError` on a process that reads another commit of Hub data than rank 0: each
+    process asks the Hub for the newest one.
     """
     commit = world.decide(lambda: data.commit)
     if commit and data.commit and commit != data.commit:
-        what = f"has changed on the Hub while the processes started: rank 0 reads {commit}, this one {data.commit}"
-        raise mistake("dataset_name", what, "the same command again")
+        what = f"has changed on the Hub while the processes started: rank 0 reads {commit}, this rank {data.commit}"
+        raise mistake("dataset_name", what, "run the same command again")
 
 
 def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
-    """The run's data, ready to train on. Raises `UserError` for anything the user can correct.
+    """Return the run's data, ready to train on. Raises `UserError` for what the user can correct.
 
-    It may take hours: one process of each node tokenizes, and the others wait. So it is to be
-    called before a process group is joined, whose time-outs would end them. `classes` are the names
-    that the model was trained to tell apart, in its order.
+    Tokenizing may take hours: one process of each node does it, and the others wait. Call this
+    before a process group is joined, because the group's time-outs would end the waiting processes.
+    `classes` are the class names of a model that was trained to classify, in the model's order.
     """
     is_classifier, streams = run["task"] == "sequence_classification", run["dataset_streaming"]
     if is_classifier and not run["dataset_name"]:
@@ -82,7 +82,7 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
         evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)
         text += f"\nevaluation: {words}"
     elif run["eval_strategy"] != "no":
-        raise UserError(nothing_to_evaluate_on("its parts have only train", streams))
+        raise UserError(nothing_to_evaluate_on("its parts have only the split train", streams))
     # Padding is masked, so any token works.
     collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
     commit = ", ".join(one.commit for one in tokens if one.commit) or None
@@ -91,8 +91,8 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
 
 
 def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:
-    """The longest example of the data, `count` times: it takes the most memory. Of a stream, the
-    longest that it may have.
+    """Return the longest example, `count` times, because it takes the most memory. For a stream, it
+    is the longest example that the stream may hold.
     """
     if isinstance(rows, Stream):
         return torch.utils.data.Subset([rows.longest], [0] * count)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Datase
 def _rows(
     run: Settings, tokenizer, tokens: Sequence[Dataset], flag: str, target: Target | None, weights: Sequence = (None,)
 ) -> tuple[Rows, str]:
-    """Rows to train or to evaluate on, in words too."""
+    """Return the rows to train or evaluate on, and their description."""
     rows: Rows
     if target:
         rows = labelled(run, tokens[0], target, flag)
@@ -114,7 +114,7 @@ def _rows(
             raise nothing_to_learn(flag, run["max_length"])
         left_out = sum(map(len, tokens)) - sum(map(len, examples))
         together = datasets.concatenate_datasets(examples)
-        if None not in weights:  # until each example has been seen, parts that end begin again
+        if None not in weights:  # parts that end begin again until each example was seen
             shares = [weight / sum(weights) for weight in weights]
             together = datasets.interleave_datasets(examples, shares, run["seed"], stopping_strategy="all_exhausted")
         rows = in_rows(run, together, tokenizer.pad_token_id or 0)
@@ -129,8 +129,8 @@ def _rows(
 
 
 def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
-    """The first examples decoded, those of a pack each on its own, with the tokens that are learned
-    between « and ». None of a stream.
+    """Yield the first examples as text, with learned tokens between « and ». Packed examples come
+    one by one. A stream yields none.
     """
     if isinstance(data.train, Stream):
         return
@@ -146,8 +146,6 @@ def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
 
 
 def shortened(text: str) -> str:
-    """An example on one line, of a long one the beginning and the end: what is learned often stands
-    at the end.
-    """
+    """Put an example on one line. If long, keep its start and its end, which is often learned."""
     text = text.replace("\n", "⏎")
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

@@ -1,4 +1,4 @@
-"""Reading data: a file, a folder, the Hub or the demonstration, as rows not yet tokenized."""
+"""Read data from a file, a folder, the Hub or the demonstration, as rows not yet tokenized."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from recipes.mixture import Part, parts_of, paths_of
 from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import Json, Settings
 
-_WHOLE = "whole files in UTF-8, all their rows with the columns and types of the first"
-_ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; a local path is found from here"
+_WHOLE = "use complete files in UTF-8 whose rows all have the columns and types of the first row"
+_ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; paths start at the current folder"
 
 
 # --- Splits --------------------------------------------------------------------------------------
 
 
 def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, str]:
-    """The splits of a part that the flags ask for: to train on, and to evaluate on if the run does.
-    Of a mixture some parts may have nothing to evaluate on.
+    """Map each split flag to a split of the part: one to train on, and one to evaluate on if the
+    run evaluates. Raises `UserError` if the latter is missing, unless the part belongs to a
+    mixture.
     """
     wanted = {"dataset_train_split": part.split or run["dataset_train_split"]}
     if run["eval_strategy"] != "no":
@@ -46,28 +47,28 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """The splits that are read, and how many rows from the start: infinity for all of them."""
+    """Return the splits to read, and how many of their first rows: infinity for all rows."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
-        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # more than there are, so 1 % too
+        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # more rows than any split has: 1 % is all of it
             needed[part.splitname] = max(needed.get(part.splitname, 0), part.to if part.to < 10**9 else math.inf)
     return needed
 
 
 def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
-    """The rows of `train`, `train[:95%]` or `train[:10]+test`."""
+    """Return the rows of a split such as `train`, `train[:95%]` or `train[:10]+test`."""
     parts = _parts({name: len(split) for name, split in splits.items()}, flag, wanted)
     rows = datasets.concatenate_datasets(
         [splits[part.splitname].select(range(part.from_, part.to) or []) for part in parts]
     )
     if not len(rows):
         listed = ", ".join(f"{name} ({len(split):,} rows)" for name, split in splits.items())
-        raise mistake(flag, f"the split {wanted!r} is empty", f"a split with rows in it: {listed}")
+        raise mistake(flag, f"the split {wanted!r} is empty", f"name a split that has rows: {listed}")
     return rows
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """The parts of splits that a text asks for, given how many rows each split has."""
+    """Resolve a text such as `train[:95%]` to ranges of rows, given the rows of each split."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):
@@ -79,14 +80,13 @@ def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
 
 
 def file_versions(name: str) -> list | None:
-    """Path, size and times of each file: with another one it is other data. None for the Hub's.
+    """Return path, size and times of each file, which identify local data. None for Hub data.
 
-    The time of the last change of the file itself is one that no program can set back, as `rsync
-    -t` and `tar` do with that of its contents.
+    No program can set back ctime, one of the times, as `rsync -t` and `tar` set back mtime.
     """
     if not (paths := paths_of(name)):
         return None
-    if (folder := paths[0]).is_dir():  # the library reads no hidden ones
+    if (folder := paths[0]).is_dir():  # `datasets` reads no hidden files
         inside = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         paths = [file for file in inside if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}")]
     found = [(file, file.stat()) for file in paths]
@@ -94,12 +94,12 @@ def file_versions(name: str) -> list | None:
 
 
 def newest_commit(name: str) -> str | None:
-    """The newest commit of a data set on the Hub. None for other data, or if it is out of reach."""
+    """Return the newest commit of a data set on the Hub. None for other data, or out of reach."""
     if not name or paths_of(name) or datasets.config.HF_HUB_OFFLINE:
         return None
     try:
         return HfApi().dataset_info(name, timeout=30).sha
-    except Exception:  # reading it says why, or finds what an earlier start has left in the cache
+    except Exception:  # reading the data reports why, or uses the cache of an earlier start
         return None
 
 
@@ -108,8 +108,8 @@ def newest_commit(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Source:
-    """A split of a part of the data, read as Arrow tables when they are asked for. `features` are
-    those of the first rows with columns renamed, and later rows must be like them.
+    """A split of a part of the data, read as Arrow tables on demand. `features` describe the first
+    rows after columns are renamed, and later rows must fit them.
     """
 
     part: Part
@@ -117,7 +117,7 @@ class Source:
     features: Features
 
     def tables(self, size: int, place: Json | None = None) -> Iterator[tuple[pyarrow.Table, Json]]:
-        """So many rows at a time behind a place, and the place behind them."""
+        """Yield tables of `size` rows that follow `place`, each with the place after it."""
         if place is not None:
             self.rows.load_state_dict(place)
         with _reading(self.part.name):
@@ -129,9 +129,9 @@ class Source:
 
 
 def source_of(run: Settings, part: Part, rows: IterableDataset) -> Source:
-    """The source of these rows. Raises `UserError` if no row with their columns can be read."""
+    """Return the source of these rows. Raises `UserError` if their columns cannot be read."""
     features = rows.features
-    if features is None:  # some readers say none
+    if features is None:  # some readers report no features
         with _reading(part.name):
             first = next(iter(rows.iter(1)), None)
         features = Features() if first is None else Features.from_arrow_schema(first.schema)
@@ -142,9 +142,9 @@ def source_of(run: Settings, part: Part, rows: IterableDataset) -> Source:
 
 
 def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) -> dict[str, IterableDataset]:
-    """The splits of a part of the run's data; `commit` is that of `newest_commit`.
+    """Open the splits of a part of the run's data, at the `commit` that `newest_commit` returned.
 
-    Rows that lie on the disk as Arrow tables get so many `shards`; others have their own.
+    Rows stored on the disk as Arrow tables get `shards` shards; other rows keep their own shards.
     """
     splits = {}
     for name, rows in _open(run, part, commit).items():
@@ -155,7 +155,7 @@ def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) 
 
 
 def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
-    """The splits of a part, as rows on the disk or as streams."""
+    """Open the splits of a part, as rows on the disk or as streams."""
     name, config = part.name, part.config or run["dataset_config"]
     if not name:
         texts = demo_corpus()
@@ -171,8 +171,8 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
         if path.is_dir():
             return datasets.load_dataset_builder(str(path), config).as_streaming_dataset()
         kind = str(file_kind(path))
-        options = {"encoding": "utf-8-sig"} if kind == "text" else {}  # or the mark stays in the first line
-        # Absolute and escaped: the library takes brackets for a pattern, `a:` for an address.
+        options = {"encoding": "utf-8-sig"} if kind == "text" else {}  # else the BOM stays in the first line
+        # Absolute and escaped: `datasets` takes brackets for a pattern, and `a:` for an address.
         files = [glob.escape(str(file.absolute())) for file in paths]
         return datasets.load_dataset_builder(kind, data_files=files, **options).as_streaming_dataset()
     except Exception as error:  # parsers raise anything, and always about these files or this folder
@@ -183,7 +183,7 @@ def _open_hub(name: str, config: str | None, commit: str | None) -> Mapping:
     try:
         if commit is not None:
             return datasets.load_dataset(name, config, revision=commit, streaming=True)
-        return datasets.load_dataset(name, config)  # out of reach: in the library's own cache
+        return datasets.load_dataset(name, config)  # the Hub is unreachable: use the cache of `datasets`
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         what = f"{name!r} is neither a local file or folder nor a data set that can be read from the Hub"
         raise mistake("dataset_name", f"{what}: {_cause(error)}", _ON_HUB) from None
@@ -194,24 +194,24 @@ def _open_hub(name: str, config: str | None, commit: str | None) -> Mapping:
 
 @contextlib.contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """An error of a reader is a mistake in the data, or a failure of a disk or a network."""
+    """Turn a reader's error into `UserError` (bad data) or `StreamBroke` (disk or network)."""
     try:
         yield
     except Exception as error:  # parsers and networks raise anything
-        # The last three for a .gz that was not copied whole, or is none.
+        # The last three are raised for a .gz that is incomplete or is no gzip file.
         if isinstance(error, (ValueError, TypeError, LookupError, gzip.BadGzipFile, EOFError, zlib.error)):
             raise unreadable(name, error) from None
-        raise StreamBroke(f"{name} could not be read on: {_cause(error)}") from None
+        raise StreamBroke(f"{name} could not be read any further: {_cause(error)}") from None
 
 
 def unreadable(name: str, error: Exception) -> UserError:
-    """The mistake in data whose reader has raised `error`. The library's log names the file."""
+    """Return the error for data whose reader raised `error`. The `datasets` log names the file."""
     fix = _WHOLE if paths_of(name) else _ON_HUB
     return mistake("dataset_name", f"{name} cannot be read: {_cause(error)}", fix)
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost explicit cause, on one short line."""
+    """Return the innermost explicit cause of an error, on one short line."""
     while error.__cause__:
         error = error.__cause__
     return one_line(error)

@@ -1,16 +1,17 @@
-"""Streaming: data that is read while it trains, from the Hub or from files larger than the disk.
+"""Stream data: rows are read while the run trains, from the Hub or from files larger than the disk.
 
-The library `datasets` reads, and knows its place in each shard. Three things are ours, because its
-own were tried. Its shuffle buffer is empty after a resume: 25 of 50 waiting rows were lost. Here a
-window of examples is packed as one small data set and put into another order, which depends on
-nothing that came before. `repeat` gives every round the same order, while `set_epoch` moves all
-workers of a process at once: each worker begins its rounds anew. And `interleave_datasets` mixes
-rows before they are tokenized, and gives all of them the columns of all parts: no row would tell
-its format. Here a window has tokens of every part, by its weight.
+The library `datasets` reads the rows and tracks the position in each shard. Three of its features
+failed when tried, and are replaced here:
+- Its shuffle buffer is empty after a resume: 25 of 50 waiting rows were lost. Here a window of
+  examples is packed as one small data set, and its order does not depend on earlier windows.
+- `repeat` gives every round over a part the same order, and `set_epoch` affects all workers of a
+  process at once. Here each worker begins its rounds on its own.
+- `interleave_datasets` mixes rows before they are tokenized and gives each row the columns of all
+  parts, so that no row tells its format. Here a window mixes the tokens of all parts by weight.
 
-A part that ends begins its next round while the others go on, in the same window: the shares are
-those of the weights, however small a part is. A single source's rounds share no window, so that
-each of its rows comes once before one comes again.
+A part that ends begins its next round in the same window, while the others go on: the shares follow
+the weights, however small a part is. The rounds of a single source share no window: each row comes
+once before any row comes again.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from recipes.mixture import Part
 from recipes.run import Json, RunSpec
 
 WINDOW = 1_000  # examples that are packed and shuffled together
-PLACE = "place"  # in an example, and in a batch: where the stream goes on after it
-SHARDS = 1024  # of rows that are on the disk: as many readers as any world has get as many rows
+PLACE = "place"  # the key in an example, and in a batch, of the place where the stream goes on after it
+SHARDS = 1024  # of rows on the disk: enough for the readers of any world to get equally many rows
 
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """Examples without end. Each comes with its place: the window, how many examples of it were
-    taken, and where in each part it begins. That is the part's round, the state of the rows before
-    a piece of it, and how many examples of this piece were used.
+    """An endless stream of examples, each with its place. A place holds the window, how many
+    examples of the window were taken, and where the window begins in each part: the part's round,
+    the reader's state before a piece of rows, and how many examples of that piece were used.
 
-    Each of `ranks` x workers readers has rows of its own. `places` are those where a resume goes
-    on, by worker; the first batch is that of the worker `turn`.
+    Each of `ranks` x workers readers has rows of its own. `places` maps a worker to the place where
+    a resume goes on; the first batch comes from the worker `turn`.
     """
 
     parts: Sequence[Encoder]
@@ -68,7 +69,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     @property
     def longest(self) -> Example:
-        """The longest example that there may be: it takes the most memory."""
+        """The longest example that the stream may hold: it takes the most memory."""
         filled = [0] * self.run["max_length"]
         return self._in_rows(token_table([(filled, filled)]))[0]
 
@@ -77,7 +78,7 @@ class Stream(torch.utils.data.IterableDataset):
         return [encode.source.rows.num_shards for encode in self.parts]
 
     def share(self, number: int) -> float:
-        """Of the examples, that the part of this number has."""
+        """Return the fraction of the examples that come from the part of this number."""
         weights = [encode.source.part.weight or 1 for encode in self.parts]
         return weights[number] / sum(weights)
 
@@ -86,15 +87,15 @@ class Stream(torch.utils.data.IterableDataset):
         workers = info.num_workers if info else 1
         worker = ((info.id if info else 0) + self.turn) % workers
         if info:
-            fsspec.asyn.reset_lock()  # a lock that is held while a worker is forked would stay held in it
+            fsspec.asyn.reset_lock()  # a lock that is held during the fork would stay held in the worker
         begin = {"round": self.first_round, "rows": None, "used": 0}
         place = self.places.get(str(worker)) or {"window": 0, "taken": 0, "parts": [begin] * len(self.parts)}
         try:
             for example, at in self._examples(self.rank * workers + worker, self.ranks * workers, place):
                 yield {**example, PLACE: {"worker": worker, **at}}
         except (UserError, StreamBroke) as error:
-            # A worker's error would arrive as text. This one is raised when its turn comes, after
-            # all the examples before it were trained.
+            # An error raised in a worker would arrive as text. The error in PLACE is raised in its
+            # turn, after the run has trained on all examples before it.
             yield {PLACE: error}
 
     def _examples(self, reader: int, readers: int, place: Json) -> Iterator[tuple[Example, Json]]:
@@ -111,7 +112,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """A part's examples in each window from this one on, and its place before them."""
+        """Yield a part's examples for each window from `first` on, and the place before them."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -127,7 +128,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield start, pa.concat_tables(taken)
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """What there is to learn in a part, piece by piece and round after round, and its place."""
+        """Yield a part's examples to learn, piece by piece and round after round, with places."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
         with naming(encode.source.part.name if self.parts[1:] else ""):
@@ -135,7 +136,7 @@ class Stream(torch.utils.data.IterableDataset):
                 rows, fellow, fellows = dealt(encode.source.rows, reader, readers)
                 if self.shuffles:
                     rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
-                learns = bool(before or used)  # of a round that an earlier start began, nobody knows
+                learns = bool(before or used)  # unknown for a round that an earlier start began
                 for table, after in replace(encode.source, rows=rows).tables(size * fellows, before):
                     tokens = encode(table.take(np.arange(fellow, len(table), fellows)))
                     tokens = tokens.filter(teaches(encode.run, tokens["first_learned"].to_numpy()))[used:]
@@ -148,21 +149,21 @@ class Stream(torch.utils.data.IterableDataset):
                 turn, before = turn + 1, None
 
     def _in_rows(self, tokens: pa.Table) -> Sequence[Example]:
-        """A window's examples, packed if the run packs."""
+        """Return the examples of a window, packed if the run packs."""
         padding = self.parts[0].tokenizer.pad_token_id or 0
         if joins(self.run):
-            # Joining leaves the last part out if it is not full: here one of every window.
+            # Joining drops an incomplete last row, here one of every window: padding completes it.
             rest = -len(tokens["input_ids"].combine_chunks().flatten()) % self.run["max_length"]
             tokens = pa.concat_tables([tokens, token_table([([padding] * rest, [IGNORED] * rest)])])
-        return in_rows(self.run, Dataset(tokens, fingerprint="a window"), padding)  # or it computes one
+        return in_rows(self.run, Dataset(tokens, fingerprint="a window"), padding)  # else it computes a fingerprint
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
-    """A reader's shards; its number among the readers that have the same ones, and how many these
-    are. They take the rows in turns.
+    """Return a reader's shards, its number among the readers of the same shards, and their count.
+    Readers of the same shards take rows in turns.
 
-    All readers have as many, or, of many shards, one more at most. The rows are a new object: the
-    library shares a round's number between the copies in a process's workers.
+    All readers have equally many shards, or differ by one if there are 8 or more for each. The rows
+    are a new object: `datasets` shares a round's number between the copies in a process's workers.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
@@ -170,20 +171,20 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
 
 
 def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
-    """A part to train on as a stream, and its tokens to evaluate on, which are made once and kept.
-    Raises `UserError` for what the user can correct.
+    """Open a part as a stream to train on. Its tokens to evaluate on are made once and kept. Raises
+    `UserError` for anything the user can correct.
     """
     commit = sources.newest_commit(part.name)
     splits = sources.open_splits(run, part, commit, SHARDS)
     wanted = sources.wanted_splits(run, part, list(splits))
-    sources.rows_needed(wanted, list(splits))  # raises for a split that is not there
+    sources.rows_needed(wanted, list(splits))  # raises for a missing split
     rows = splits[wanted["dataset_train_split"]]
     if rows.num_shards % (run.data_parallel_size * max(1, run["dataloader_num_workers"])):
-        rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
-    # A worker that is not forked gets the settings pickled, which their environment cannot be.
+        rows = rows.reshard()  # makes each row group of Parquet a shard; other files stay as they are
+    # A dict: workers that are not forked get a pickle, and a run's environment cannot be pickled.
     encode = Encoder(sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer)
     if (first := next(encode.source.tables(WINDOW), None)) is not None:
-        encode(first[0], 0)  # what is wrong with its columns is said before a model is loaded
+        encode(first[0], 0)  # reports wrong columns before a model is loaded
     evaluation = None
     if test := wanted.get("dataset_test_split"):
         evaluation = tokenized(run.given_too(dataset_test_split=test), tokenizer, replace(part, split=test)).eval

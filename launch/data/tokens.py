@@ -1,12 +1,12 @@
-"""The data's tokens on the disk: made once, on every core, before any process group is joined, and
-mapped from there by every rank.
+"""Tokenize data once, on every core, before any process group is joined. Every rank then maps the
+tokens from the disk.
 
 A folder in the cache of `datasets` holds the tokens of one version of some data, by one tokenizer,
-in files of some 50 MB. index.json holds the place in the data where the last file ends: a start
-that was killed resumes there, and so does one that wants more rows. Nothing in it depends on
-packing, and only a classifier's depends on max_length: its tokenizer cuts. The `map` of `datasets`
-keeps a copy of the raw data beside the tokens, starts anew after a kill, and its other ranks wait
-inside a barrier.
+in files of some 50 MB. index.json records the position in the data where the last file ends: a
+killed start resumes there, and so does a start that wants more rows. Tokens do not depend on
+packing; only a classifier's depend on max_length, because its tokenizer truncates. The `map` of
+`datasets` keeps a copy of the raw data beside the tokens, starts anew after a kill, and makes the
+other ranks wait inside a barrier.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from recipes.mixture import Part, parts_of_run
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
 
-NOTHING = np.iinfo(np.int32).max  # as first_learned: no label at all
+NOTHING = np.iinfo(np.int32).max  # the first_learned of a row without any label
 UNIT_BYTES = 50_000_000
 ROWS_AT_ONCE = 256
-PIECE_BYTES = 2_000_000  # a tokenizer takes a hundred times the memory of what it is given at once
+PIECE_BYTES = 2_000_000  # a tokenizer takes a hundred times the memory of the text in one call
 
-_SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # what encoding reads
+_SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # the settings that encoding reads
 _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_length")
 _HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # in a tokenizer's configuration
 _INDEX = "index.json"
 
-# `learned` takes a bit for each token, where labels would take four bytes: they are the tokens that
-# are learned. `first_learned` is the place of the first label that a token predicts.
+# `learned` takes one bit per token, where labels would take four bytes: a label is its own token if
+# it is learned. `first_learned` is the position of the first label that a token predicts.
 _NUMBER = Value("int32")
 TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("bool")), first_learned=_NUMBER)
 
@@ -64,7 +64,7 @@ TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("b
 
 
 def token_table(rows: Sequence[Tokens]) -> pa.Table:
-    """Encoded rows as the cache holds them."""
+    """Return encoded rows as the table that the cache holds."""
     ids = pa.array([own for own, _ in rows], pa.list_(pa.int32()))
     offsets = ids.offsets.to_numpy()
     starts, ends = offsets[:-1], offsets[1:]
@@ -72,7 +72,7 @@ def token_table(rows: Sequence[Tokens]) -> pa.Table:
     for (own, labels), start, end in zip(rows, starts, ends, strict=True):
         if labels is not own:
             learned[start:end] = np.array(labels) != IGNORED
-    # Nothing predicts the first token of a row, so that one does not count.
+    # No token predicts the first token of a row, so the first token does not count.
     places = np.flatnonzero(learned)
     first = np.append(places, NOTHING)[np.searchsorted(places, starts + 1)]
     columns = [
@@ -85,7 +85,7 @@ def token_table(rows: Sequence[Tokens]) -> pa.Table:
 
 
 def arrays_of(table: pa.Table) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The input_ids and labels of each row of a table."""
+    """Return the input_ids and labels of each row of a table."""
     found: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in table.to_batches():
         ids, learned = batch["input_ids"], batch["learned"].flatten().to_numpy(zero_copy_only=False)
@@ -97,12 +97,11 @@ def arrays_of(table: pa.Table) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def numbers_of(examples: Dataset, column: str) -> np.ndarray:
-    """A column of numbers. It reads no tokens."""
+    """Return a column of numbers, without reading any tokens."""
     return examples.select_columns(column).with_format("numpy")[:][column]
 
 
 def lengths_of(examples: Dataset) -> np.ndarray:
-    """The number of tokens of each example."""
     return numbers_of(examples, "length")
 
 
@@ -111,15 +110,15 @@ def lengths_of(examples: Dataset) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of the rows of a source."""
+    """Encode the rows of a source as tokens."""
 
     source: Source
     run: Settings
     tokenizer: Any
 
     def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
-        """As many rows of tokens. Raises `UserError` for rows that cannot be learned from; `first`
-        is the number of the first one, if it is known.
+        """Return a row of tokens for each row; `first` is the number of the first row, if it is
+        known. Raises `UserError` for rows that cannot be learned from.
         """
         tokens: list[Tokens] = []
         size = max(1, len(rows) * PIECE_BYTES // max(PIECE_BYTES, rows.nbytes))
@@ -128,7 +127,7 @@ class Encoder:
             number = None if first is None else first + at
             try:
                 tokens += encode_rows(rows.slice(at, size), features, self.run, self.tokenizer, number)
-            except UnicodeDecodeError as error:  # pyarrow's JSON reader does not look at bytes: a use of the text does
+            except UnicodeDecodeError as error:  # pyarrow's JSON reader does not check bytes: using the text does
                 raise sources.unreadable(self.source.part.name, error) from None
         table = token_table(tokens)
         if self.run["task"] == "sequence_classification":  # the label of each row is kept as the data has it
@@ -139,18 +138,18 @@ class Encoder:
 
 
 def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
-    """The tokens of a source behind a place, table by table, each with the place behind it; `first`
-    is the number of the first row.
+    """Yield the tokens of a source after the position `place`, table by table, each with the
+    position after it; `first` is the number of the first row.
 
-    The tokenizer's own threads make them, which `quiet_libraries` has turned off: a process with
-    such threads warns if it forks. Processes took half as much memory again, and the templates of
-    chats, which one process renders here, are a sixth of the work.
+    The tokenizer's own threads do the work. `quiet_libraries` has turned them off, because a
+    process with such threads warns if it forks. Processes took 50 % more memory than threads. One
+    process renders chat templates, a sixth of the work.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when they start
+    os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start
     try:
         for number, (table, after) in enumerate(encode.source.tables(ROWS_AT_ONCE, place)):
-            if number and workers > 1:  # little data starts no threads, which would hang in a later fork
+            if number and workers > 1:  # little data starts no threads: they would hang in a later fork
                 os.environ["TOKENIZERS_PARALLELISM"] = "true"
             yield encode(table, first), after
             first += len(table)
@@ -163,21 +162,21 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokens of the splits of a part; of data from the Hub its commit."""
+    """The tokens of a part's splits, and the commit of data from the Hub."""
 
-    train: Any  # a Dataset; of a stream, the Encoder
+    train: Any  # a Dataset, or the Encoder of a stream
     eval: Dataset | None
     commit: str | None = None
-    folder: Path | None = None  # None if they are in memory only
+    folder: Path | None = None  # None if the tokens are in memory only
 
 
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
-    """The tokens of a part of the data: from the cache, or made now by one process of each node.
+    """Return the tokens of a part: from the cache, or made now by one process of each node.
 
-    The others wait without a deadline. Raises `UserError` for what the user can correct. A process
-    that waited for one that failed begins after its last file, and so fails at once.
+    The other processes wait without a deadline. If the first one fails, the next one continues
+    after its last file, and so fails at once. Raises `UserError` for what the user can correct.
     """
-    if not part.name:  # the demonstration's, which is small
+    if not part.name:  # the demonstration, which is small
         splits = {}
         for name, rows in sources.open_splits(run, part, None).items():
             encode = Encoder(sources.source_of(run, part, rows), run, tokenizer)
@@ -188,12 +187,12 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     if (found := _open(folder, run, part)) is not None:
         return found
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # the first rank begins, so that it is the one that reports
+        time.sleep(1)  # the first rank begins, so that the first rank reports
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"the tokens cannot be kept in {folder}: {error.strerror}"
-        raise mistake("HF_HOME", what, "HF_HOME in the environment, with a writable folder") from None
+        raise mistake("HF_HOME", what, "set HF_HOME in the environment to a writable folder") from None
     with FileLock(folder / "lock"):
         return _open(folder, run, part) or _make(folder, run, tokenizer, part, commit)
 
@@ -201,7 +200,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
 def of_parts(
     run: RunSpec, tokenizer, read: Callable[[RunSpec, Any, Part], Tokenized] = tokenized
 ) -> list[tuple[Part, Tokenized]]:
-    """Each part of the run's data with its tokens. The demonstration has no name."""
+    """Return each part of the run's data with its tokens. The demonstration has no name."""
     parts = parts_of_run(run) or [Part("")]
     found = []
     for part in parts:
@@ -212,7 +211,7 @@ def of_parts(
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """A mistake about one of several parts says which; `name` is empty if it is the only one."""
+    """Name the part in each problem of a `UserError`; `name` is empty if there is only one part."""
     try:
         yield
     except UserError as error:
@@ -221,14 +220,14 @@ def naming(name: str) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """The folder for tokens. `datasets` skips a folder with such a name, so tokens are not read as
-    data if the cache lies inside a data folder.
+    """Return the folder for tokens. `datasets` skips a folder with this name, so tokens are not
+    read as data if the cache lies inside a data folder.
     """
     return Path(datasets.config.HF_DATASETS_CACHE) / "__tokens__"
 
 
 def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
-    """Where the tokens are or will be, and the commit of data from the Hub; None if unknown."""
+    """Return the folder of the tokens, and the commit of data from the Hub (None if unknown)."""
     files = sources.file_versions(part.name)
     packages = [package.__version__ for package in (datasets, tokenizers, transformers)]
     read = _OF_CLASSIFIERS if run["task"] == "sequence_classification" else _SETTINGS
@@ -241,14 +240,14 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
         return root / stem, None
     if (commit := sources.newest_commit(part.name)) is not None:
         return root / f"{stem}-{commit}", commit
-    # The Hub cannot be reached: use the newest folder that was made while it could.
+    # The Hub is unreachable: use the newest folder that was made while it was reachable.
     made = sorted(root.glob(f"{stem}-*"), key=lambda folder: folder.stat().st_mtime)
     return made[-1] if made else root / f"{stem}-offline", None
 
 
 def _contents(tokenizer) -> list:
-    """A tokenizer's class and its files: two with equal contents make the same tokens."""
-    if tokenizer.is_fast:  # it keeps what its last call asked for, and each call asks anew
+    """Return a tokenizer's class and files: tokenizers with equal contents make the same tokens."""
+    if tokenizer.is_fast:  # it keeps the options of its last call, and each call sets them anew
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +260,7 @@ def _contents(tokenizer) -> list:
 
 
 def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
-    """The tokens in a folder, mapped into memory. None if they are not all there."""
+    """Map the tokens in a folder into memory. Returns None if the run needs more tokens."""
     index = read_json(folder / _INDEX)[0]
     if index is None:
         return None
@@ -289,7 +288,7 @@ def _mapped(folder: Path, files: int) -> Dataset:
 
 
 def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None) -> Tokenized:
-    """Tokenize what is not there yet of the splits that the run reads."""
+    """Tokenize the rows that the run reads and the folder lacks."""
     splits = sources.open_splits(run, part, commit)
     needed = sources.rows_needed(sources.wanted_splits(run, part, list(splits)), list(splits))
     index = {"made": {}, **(read_json(folder / _INDEX)[0] or {}), "names": list(splits), "commit": commit}
@@ -297,7 +296,7 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
         made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})
         encode = Encoder(sources.source_of(run, part, splits[split]), run, tokenizer)
         encoded = in_order(encode, made["place"], made["rows"], run["dataset_num_proc"] or run.hardware.cores)
-        # Tokens are counted on a terminal at once, and every ten seconds elsewhere.
+        # A terminal shows progress at once, other outputs every ten seconds.
         seconds, title = 0.2 if sys.stderr.isatty() else 10, f"tokenizing {part.name} ({split})"
         progress = tqdm(desc=title, unit=" tokens", unit_scale=True, mininterval=seconds, delay=1)
         with contextlib.closing(encoded), progress:
@@ -310,7 +309,7 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
 def _make_file(
     folder: Path, made: Json, wanted: float, encoded: Iterator[tuple[pa.Table, Json]], progress: tqdm
 ) -> None:
-    """Write the next file of a split. `made` then describes all of them."""
+    """Write the next file of a split. Then `made` describes all files of the split."""
     unit: list[pa.Table] = []
     made["ended"] = True
     for table, place in encoded:

@@ -1,16 +1,17 @@
-"""Checkpoints: written so that only a whole one counts, judged before a resume, and rotated.
+"""Write checkpoints so that only complete ones count, judge them before a resume, and rotate them.
 
-Trainer writes a checkpoint in place, file by file, and resumes from the highest number whether it
-is whole or not. If the optimizer state is missing, Trainer silently starts with a fresh optimizer.
+Trainer writes a checkpoint in place, file by file, and resumes from the highest number even if that
+checkpoint is incomplete. If the optimizer state is missing, Trainer silently starts with a fresh
+optimizer.
 
-So a manifest.json says what a checkpoint consists of. Before the first file, `begin` puts one
-without files into the folder. Once every process has written, `commit` flushes files and folders to
-the disk, and then replaces that manifest by one with the size and checksum of each file. A manifest
-also names its run: a run gets its id at its first start in an output folder, and keeps it in all
-later ones. A checkpoint without a manifest is not from here: its files must be readable.
+So a manifest.json lists the files of a checkpoint. `begin` writes a manifest without files before
+the first file. Once every process has written, `commit` flushes files and folders to the disk, and
+then replaces that manifest by one with each file's size and checksum. A manifest also names its
+run: a run gets an id at its first start in an output folder, and keeps the id in all later starts.
+A checkpoint without a manifest comes from elsewhere: its files must be readable.
 
-Nothing in a checkpoint is executed. A damaged one is never deleted, only one whose save was cut
-short.
+Judging executes nothing in a checkpoint. Damaged checkpoints are never deleted; those whose save
+was cut short are.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from recipes.run.fingerprints import MODEL_FILES
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
-# What Trainer's own saving on SIGTERM puts into the folder, and removes when all else is there.
+# Trainer's own saving on SIGTERM writes this marker first, and removes it when all else is there.
 _TRAINERS_MARKER = "checkpoint-is-incomplete.txt"
-# How the names of weights and of an optimizer's state begin, DeepSpeed's last.
+# How file names of weights and of optimizer states begin; the last is DeepSpeed's.
 _WEIGHTS, _OPTIMIZER = ("model", "adapter_model", "pytorch_model", "global_step"), ("optimizer", "global_step")
 _THREADS = 4
 
@@ -50,7 +51,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint: `faults` make it unusable, `notes` say what a resume starts afresh."""
+    """A checkpoint. `faults` make it unusable; `notes` tell what a resume starts afresh."""
 
     path: Path
     step: int
@@ -66,13 +67,12 @@ class Checkpoint:
 
 
 def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | None = None) -> None:
-    """Mark the checkpoint in `folder` as being written: by which engine, how many processes, and
-    which run.
+    """Mark the checkpoint as unfinished, by a manifest that names the engine, processes and run.
 
-    The mark is on the disk when this returns, so that it is there whatever a crash leaves.
+    The manifest is on the disk when this returns, so that it survives any crash.
     """
     contents = {"version": 1, "step": step, "engine": engine, "world_size": world_size, "run": run}
-    # `begun` is different every time: a node that reads it looks at the same disk as its writer.
+    # `begun` is random: a node that reads the same value sees the same disk as the writer.
     _write(folder, {**contents, "files": None, "begun": secrets.token_hex(8)})
     flush(folder.parent)
 
@@ -80,7 +80,7 @@ def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | Non
 def commit(folder: Path, names: Collection[str]) -> None:
     """Complete the checkpoint: flush these files and their folders, then write the manifest.
 
-    `names` are paths in `folder`. Raises `OSError` if the disk does not take it.
+    `names` are paths in `folder`. Raises `OSError` if the disk cannot take the data.
     """
     contents = manifest_of(folder)
     contents.pop("begun", None)
@@ -94,17 +94,17 @@ def _write(folder: Path, contents: Json) -> None:
 
 
 def manifest_of(folder: Path) -> Json:
-    """What the manifest of a checkpoint says; empty if it is missing or damaged."""
+    """Return the content of a checkpoint's manifest; empty if it is missing or damaged."""
     return record.intact(folder / MANIFEST)
 
 
 def is_committed(folder: Path) -> bool:
-    """True if the checkpoint was completed. Its files are not looked at."""
+    """True if the manifest says that the checkpoint is complete. The files are not checked."""
     return manifest_of(folder).get("files") is not None
 
 
 def is_foreign(folder: Path, run: Json | None) -> bool:
-    """True if another run than this one wrote the checkpoint; false if nobody can tell."""
+    """True if another run than `run` wrote the checkpoint; False if the writer is unknown."""
     writer = manifest_of(folder).get("run")
     return run is not None and writer is not None and writer["id"] != run["id"]
 
@@ -113,10 +113,9 @@ def is_foreign(folder: Path, run: Json | None) -> bool:
 
 
 def listed(folder: Path) -> list[str]:
-    """The files of a checkpoint as they are now, as paths in `folder`, without its manifest.
+    """List the files that a checkpoint has now, without its manifest, as paths in `folder`.
 
-    The only hidden file of a checkpoint is the index of FSDP's shards; others are the file
-    system's.
+    The only hidden file of a checkpoint is FSDP's index; other hidden files are the file system's.
     """
     files = [path for path in folder.rglob("*") if path.name == ".metadata" or not path.name.startswith(".")]
     own = (folder / MANIFEST, folder / _TRAINERS_MARKER)
@@ -124,36 +123,38 @@ def listed(folder: Path) -> list[str]:
 
 
 def model_files(folder: Path) -> list[str]:
-    """The files of a model in an output folder: weights, configuration, tokenizer."""
+    """List the files of a model in an output folder: weights, configuration, tokenizer."""
     found = (file for pattern in MODEL_FILES for file in folder.glob(pattern))
     return sorted({file.name for file in found if file.is_file()})
 
 
 def flush_files(files: Collection[Path]) -> None:
-    """Have these files and their folders on the disk when this returns.
+    """Flush these files and their folders to the disk before this returns.
 
-    One process of a node flushes what all its processes wrote: the kernel knows files, not writers.
+    One process per node is enough: a flush covers what all processes of the node wrote to a file.
     """
     _in_parallel(flush, files)
-    # A name in a folder is not on the disk when its file is.
+    # Flushing a file does not flush the file's name in its folder.
     _in_parallel(flush, {file.parent for file in files} | {file.parent.parent for file in files})
 
 
 def described(folder: Path, names: Collection[str]) -> Json:
-    """Size and checksum of each of these files."""
+    """Return the size and checksum of each file."""
     return dict(zip(sorted(names), _in_parallel(lambda name: _described(folder / name), sorted(names)), strict=True))
 
 
 def _described(file: Path) -> Json:
-    """XXH3 with 128 bits is as fast as memory, and sees any damage."""
+    """Return the size and checksum of a file. XXH3 with 128 bits is as fast as memory, and detects
+    any damage.
+    """
     with file.open("rb", buffering=0) as stream:
         checksum = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
     return {"bytes": file.stat().st_size, "xxh3_128": checksum}
 
 
 def changes(folder: Path, files: Json) -> list[str]:
-    """How these files, as `described`, differ from those in a folder, one line each: every byte is
-    read.
+    """Describe how the files in a folder differ from `files`, which `described` returned: a line
+    per file. Every byte is read.
     """
 
     def of_file(name: str) -> str | None:
@@ -169,7 +170,7 @@ def changes(folder: Path, files: Json) -> list[str]:
 
 
 def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
-    """The results in order. One thread alone fills no fast disk, and no network's."""
+    """Return the results in order. One thread alone saturates no fast disk or network disk."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(work, on))
 
@@ -178,16 +179,16 @@ def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
 
 
 def numbered(output_dir: str | Path) -> list[Path]:
-    """The folders checkpoint-N in `output_dir`, newest first."""
+    """List the folders checkpoint-N in `output_dir`, newest first."""
     found = (path for path in Path(output_dir).glob("checkpoint-*") if _number(path) is not None and path.is_dir())
     return sorted(found, key=_step, reverse=True)
 
 
 def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """The newest checkpoint that can be resumed from, and the damaged ones that are newer.
+    """Return the newest checkpoint that can be resumed from, and all newer ones, which are damaged.
 
-    Those of another run than the folder's count as damaged. If no record names the folder's run, it
-    is that of the newest whole checkpoint. Those up to step `after` are not looked at.
+    A checkpoint of another run than the folder's counts as damaged. If no record names the folder's
+    run, the newest valid checkpoint does. Checkpoints up to step `after` are ignored.
     """
     run = record.read_intact(output_dir).get("run")
     damaged: list[Checkpoint] = []
@@ -200,8 +201,8 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of the folder's run that was saved whole, as its manifest says: a
-    resume reads every byte, and there may be no time for that.
+    """Return the newest checkpoint of the folder's run whose manifest says that it is complete. The
+    files are not checked, unlike in a resume, because there may be no time for that.
     """
     run = record.read_intact(output_dir).get("run")
     own = (path for path in numbered(output_dir) if not is_foreign(path, run))
@@ -209,9 +210,9 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 
 
 def inspect(path: Path, run: Json | None = None) -> Checkpoint:
-    """The checkpoint in a folder with its faults. One of another run than `run` has that fault."""
+    """Return the checkpoint in a folder with its faults; one fault is that another run wrote it."""
     if is_foreign(path, run):
-        return Checkpoint(path, _step(path), ("it is another run's",))
+        return Checkpoint(path, _step(path), ("it belongs to another run",))
     try:
         names = listed(path)
         if found := _faults(path, names):
@@ -222,7 +223,7 @@ def inspect(path: Path, run: Json | None = None) -> Checkpoint:
 
 
 def _faults(path: Path, names: list[str]) -> list[str]:
-    """What is missing, changed or broken, one line each. A manifest answers for every byte."""
+    """List the missing, changed or broken files, a line each. A manifest covers every byte."""
     if not (path / MANIFEST).exists():
         found = [f"{name} is damaged or cannot be read" for name in names if not _is_readable(path / name)]
         if not any(name.startswith(_WEIGHTS) for name in names):
@@ -236,35 +237,35 @@ def _faults(path: Path, names: list[str]) -> list[str]:
         return found
     step = _state(path).get("global_step")
     if not isinstance(step, int):
-        return [f"{STATE} is not Trainer's"]
-    return [] if _number(path) in (None, step) else [f"{STATE} is that of step {step}"]
+        return [f"{STATE} is not a Trainer state"]
+    return [] if _number(path) in (None, step) else [f"{STATE} belongs to step {step}"]
 
 
 def _is_readable(file: Path) -> bool:
-    """True if a file of weights or states is whole, as far as its format tells."""
+    """True if a file of weights or states is complete, as far as its format shows."""
     from safetensors import safe_open
 
     try:
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="np"):  # the header, and that the file is as long as it says
+            with safe_open(file, framework="np"):  # checks the header, and the file's length against the header
                 pass
         elif file.suffix in (".pt", ".pth", ".bin"):
             with zipfile.ZipFile(file) as archive:  # each part has a checksum
                 return archive.testzip() is None
-    except Exception:  # whatever a damaged file can raise
+    except Exception:  # a damaged file can raise any exception
         return False
     return True
 
 
 def _notes(path: Path, names: list[str]) -> list[str]:
-    """What a resume starts afresh because the checkpoint does not hold it, and how far the
-    checkpoint could be judged.
+    """List what a resume starts afresh because the checkpoint lacks it, and a warning if the
+    checkpoint could be judged only in part.
     """
     result = []
     if not any(name.startswith(_OPTIMIZER) for name in names):
-        result = ["it holds no optimizer (save_only_model): optimizer and schedule start afresh"]
+        result = ["the checkpoint holds no optimizer (save_only_model): optimizer and schedule start afresh"]
     if not (path / MANIFEST).exists():
-        result.append(f"{path.name} has no {MANIFEST}: it was judged in part, damaged weights may look whole")
+        result.append(f"{path.name} has no {MANIFEST}: it was checked only in part, damaged weights may go unnoticed")
     return result
 
 
@@ -277,15 +278,15 @@ def _step(path: Path) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """N of checkpoint-N, 0 too. None if the folder has another name."""
+    """Return N of checkpoint-N, which may be 0. None if the folder has another name."""
     number = re.fullmatch(r"checkpoint-(\d+)", path.name)
     return int(number.group(1)) if number else None
 
 
 def model_notes(folder: Path, then: Json) -> list[str]:
-    """How the model of a finished run differs from its recorded files."""
+    """Describe how the model of a finished run differs from its recorded files."""
     changed = changes(folder, then)
-    remedy = "copy them from the newest checkpoint, or --fresh trains it again"
+    remedy = "copy the files from the newest checkpoint, or train the model again with --fresh"
     return [f"{'; '.join(changed)}: {remedy}"] if changed else []
 
 
@@ -293,7 +294,7 @@ def model_notes(folder: Path, then: Json) -> list[str]:
 
 
 def archive_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint. Trainer's rotation counts by number and keeps the valid ones."""
+    """Rename a damaged checkpoint, so that the rotation does not count it and keeps valid ones."""
     names = (f"damaged-{path.name}" + (f"-{number}" if number > 1 else "") for number in count(1))
     return path.rename(next(target for name in names if not (target := path.with_name(name)).exists()))
 
@@ -301,8 +302,8 @@ def archive_damaged(path: Path) -> Path:
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     """Delete old checkpoints beside `newest`, so that `limit` are left, among them the best.
 
-    As Trainer does it, but by their steps, since a copied folder or a wrong clock gives any times.
-    Those of another run stay.
+    The order is by step. Trainer's order is by file time, which is wrong in a copied folder or
+    after a change of the clock. Checkpoints of another run stay.
     """
     if limit is None or limit <= 0:
         return
@@ -314,9 +315,9 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
 
 
 def remove(checkpoints: Iterable[Path]) -> None:
-    """Delete checkpoints. What cannot be deleted stays, as with Trainer.
+    """Delete checkpoints. Files that cannot be deleted stay, as with Trainer.
 
-    The state goes first: what a kill in between leaves is no valid checkpoint.
+    The state is deleted first, so that a kill in between leaves no valid checkpoint.
     """
     for path in checkpoints:
         with contextlib.suppress(OSError):

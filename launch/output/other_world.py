@@ -1,8 +1,9 @@
-"""Checkpoints that another number of processes has written.
+"""Read checkpoints that another number of processes has written.
 
-Those of one process, DDP and FSDP fit any number. DeepSpeed's ZeRO keeps one shard per process,
-which only as many processes can read: it is converted to DeepSpeed's universal format, which holds
-each weight whole. The converted copy lies beside the checkpoints only until it has been read.
+Checkpoints of one process, DDP and FSDP fit any number of processes. DeepSpeed's ZeRO keeps one
+shard per process, which only the same number of processes can read. Such a checkpoint is converted
+to DeepSpeed's universal format, which holds each weight in one piece. The converted copy lies
+beside the checkpoints only until it has been read.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ COPY = "converted-"  # how the name of a converted copy begins
 
 
 def writers(checkpoint: Path) -> int | None:
-    """The processes that wrote a checkpoint. None if neither manifest nor random states tell."""
+    """Return how many processes wrote a checkpoint, None if neither manifest nor RNG files tell."""
     states = sum(1 for _ in checkpoint.glob("rng_state*.pth"))
     return manifest_of(checkpoint).get("world_size") or states or None
 
 
 def stream_file(rank: int | str) -> str:
-    """The file of a checkpoint that says where a rank goes on in a stream of data."""
+    """Name the file of a checkpoint that records where a rank continues in a stream of data."""
     return f"places_{rank}.json"
 
 
 def readers_of(checkpoint: Path) -> tuple[int, int] | None:
-    """The processes that wrote a checkpoint of a run that streams, and the workers of each that
-    read the data. None if it holds no place in a stream.
+    """Return how many processes wrote a checkpoint of a streaming run, and how many workers of each
+    read the data. None if the checkpoint records no place in a stream.
     """
     file = next(checkpoint.glob(stream_file("*")), None)
     before = writers(checkpoint)
@@ -54,29 +55,29 @@ def readers_of(checkpoint: Path) -> tuple[int, int] | None:
 
 
 def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
-    """What a resume by this number of processes, each with so many workers that load data, cannot
-    carry over exactly, in one line.
+    """Describe in one line what a resume by `processes` processes, each with `workers` data
+    workers, cannot carry over exactly. None if it carries over everything.
     """
     before = writers(checkpoint)
     if readers_of(checkpoint) not in (None, (processes, max(1, workers))):
         return (
             f"{checkpoint.name} was written by another number of processes or workers: the weights and the schedule "
-            "are kept; the stream begins another round, in which examples of the last may come again"
+            "are kept; the stream begins another round, in which examples of the last round may come again"
         )
     if before in (None, processes):
         return None
     return (
-        f"{checkpoint.name} was written by {plural(before, 'process')}, {processes} resume: same data in the same "
-        "order; random numbers (dropout) and the rounding of sums differ"
+        f"{checkpoint.name} was written by {plural(before, 'process')}, {processes} resume: the data and its "
+        "order stay the same; random numbers (dropout) and the rounding of sums differ"
     )
 
 
 @dataclass(frozen=True)
 class AnyWorld:
-    """Reads the checkpoints of a run on DeepSpeed, whatever number of processes has written them.
+    """Reads the checkpoints of a DeepSpeed run, whatever number of processes has written them.
 
-    `ranks` is the number of processes, or groups of them, that share the optimizer now. `folder` is
-    where converted copies are kept while they are needed; `say` takes a line for a person.
+    `ranks` is the number of processes, or groups of processes, that share the optimizer now.
+    `folder` holds converted copies while they are needed. `say` prints a line for a person.
     """
 
     folder: Path
@@ -85,25 +86,25 @@ class AnyWorld:
     say: Callable[[str], None]
 
     def prepare(self, checkpoint: Path | None) -> None:
-        """Convert a checkpoint, if there is one that only another number of processes could read.
+        """Convert the checkpoint, if only another number of processes could read it.
 
-        All ranks call it. Raises `UserError` if it cannot be converted, `Failure` if the conversion
-        failed.
+        All ranks call this. Raises `UserError` if the checkpoint cannot be converted, and `Failure`
+        if the conversion fails.
         """
         conversion = iter(()) if checkpoint is None else self._conversion(checkpoint)
-        # Rank 0 answers every few seconds: no process group waits as long as this may take.
+        # Rank 0 answers every few seconds: no process group waits as long as a conversion may take.
         while self.world.decide(lambda: next(conversion, False)):
             pass
 
     def _conversion(self, checkpoint: Path) -> Iterator[bool]:
-        """Convert a checkpoint if that is needed. Rank 0 alone runs it, True while it lasts."""
+        """Convert a checkpoint if needed, on rank 0 only. Yields True while that takes."""
         if not self._differs(checkpoint):
             return
         source, copy = checkpoint / (checkpoint / "latest").read_text().strip(), self._copy(checkpoint)
         size = sum(file.stat().st_size for file in source.iterdir())
         self.say(
             f"{checkpoint.name} is converted from {shards(checkpoint)} to {self.ranks} data-parallel ranks, "
-            f"which takes about {memory_size(3 * size)} of the disk for a while"
+            f"which takes about {memory_size(3 * size)} of disk space for a while"
         )
         copy.mkdir(exist_ok=True)
         with ask(__name__, [[str(source), str(copy / source.name)]]) as (child,):
@@ -117,12 +118,12 @@ class AnyWorld:
         shutil.rmtree(copy, ignore_errors=True)
         if reason is None:
             raise Failure(f"{checkpoint} could not be converted for another number of processes: {end}")
-        what = f"{checkpoint} cannot be shared among other processes: {reason}"
+        what = f"{checkpoint} cannot be converted for another number of processes: {reason}"
         fix = f"--num_processes {writers(checkpoint)}, another --output_dir, or --fresh"
         raise mistake("num_processes", what, fix)
 
     def load(self, engine: DeepSpeedEngine, checkpoint: str, load_module_strict: bool = True) -> None:
-        """As transformers' `deepspeed_load_checkpoint`. All ranks call it."""
+        """Load as transformers' `deepspeed_load_checkpoint` does. All ranks call this."""
         import torch
         from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
@@ -130,7 +131,7 @@ class AnyWorld:
         if not self._differs(Path(checkpoint)):
             deepspeed_load_checkpoint(engine, checkpoint, load_module_strict)
             return
-        # Not in DeepSpeed's configuration: the best checkpoint, read at the end, may be another's.
+        # Set for this call only: the best checkpoint, read at the end, may need no conversion.
         engine._config.load_universal_checkpoint = True
         try:
             deepspeed_load_checkpoint(engine, str(copy), load_module_strict)
@@ -138,7 +139,7 @@ class AnyWorld:
             engine._config.load_universal_checkpoint = False
         _complete(engine, copy)
         if self.world.size > 1:
-            torch.distributed.barrier()  # all have read it
+            torch.distributed.barrier()  # all ranks have read the copy
         if self.world.is_main:
             shutil.rmtree(copy, ignore_errors=True)
 
@@ -151,7 +152,7 @@ class AnyWorld:
 
 @contextlib.contextmanager
 def read_by(reader: AnyWorld | None) -> Iterator[None]:
-    """Have Trainer load DeepSpeed's checkpoints by `reader`: it calls a function of its module."""
+    """Make Trainer load DeepSpeed's checkpoints by `reader`, not by transformers' function."""
     from transformers import trainer
 
     theirs = trainer.deepspeed_load_checkpoint
@@ -163,17 +164,17 @@ def read_by(reader: AnyWorld | None) -> Iterator[None]:
 
 
 def shards(checkpoint: Path) -> int:
-    """The data-parallel ranks among which DeepSpeed's ZeRO has parted the optimizer; 0 if none."""
+    """Return how many data-parallel ranks share the optimizer by DeepSpeed's ZeRO; 0 if none."""
     names = (_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*_optim_states.pt"))
     return max((int(name.group(1)) + 1 for name in names if name), default=0)
 
 
 def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
-    """What DeepSpeed leaves out when it reads a universal checkpoint.
+    """Restore what DeepSpeed leaves out when it reads a universal checkpoint.
 
-    ZeRO-3 gives all groups of weights the settings of the first, so that those without weight decay
-    would get it, and torch's Adam one count of steps for all, which each of them would increase.
-    And buffers that training changes, as BatchNorm's, are not read at all.
+    ZeRO-3 gives all parameter groups the settings of the first group: groups without weight decay
+    would get it. Torch's Adam gets one step counter for all weights, which each weight would
+    increase. Buffers that training changes, such as BatchNorm's, are not read at all.
     """
     import torch
 
@@ -196,15 +197,15 @@ def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
 def _load(file: Path) -> dict[str, Any]:
     import torch
 
-    # DeepSpeed pickles its own classes, and reads them the same way.
+    # DeepSpeed pickles its own classes, and unpickles them in the same way.
     return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
 
 
 def main(folder: str) -> None:
-    """Convert the DeepSpeed checkpoint in a folder global_stepN: in a process of its own, because
-    it imports DeepSpeed for a CPU, and its memory is free again afterwards.
+    """Convert the DeepSpeed checkpoint in a folder global_stepN. This takes a process of its own,
+    which imports DeepSpeed for a CPU and frees its memory at the end.
 
-    Answers with why that is not possible; empty if it was done.
+    Answers with the reason if the conversion is impossible; empty if it was done.
     """
     source, target = request(folder)
     why_not = _cannot(Path(source))
@@ -222,4 +223,4 @@ def _cannot(source: Path) -> str:
     state = (content.get("base_optimizer_state") or content["optimizer_state_dict"])["state"]
     groups = state.values() if isinstance(state, dict) else state
     unknown = ", ".join(sorted({name for group in groups for name in group} ^ _ADAM))
-    return unknown and f"DeepSpeed converts the state of Adam only, this optimizer's differs by {unknown}"
+    return unknown and f"DeepSpeed converts only the state of Adam; this optimizer's state differs by {unknown}"

@@ -1,6 +1,4 @@
-"""run.json: what trained, with which settings and around it, and how it ended. A damaged one is
-ignored.
-"""
+"""run.json, the record of a run: settings, environment and end. A damaged record is ignored."""
 
 from __future__ import annotations
 
@@ -37,26 +35,26 @@ from recipes.run.files import default_accelerate_config, expanded, read_json, re
 NAME = recorded.NAME
 OUT_OF_MEMORY = "out_of_memory.json"
 
-# With another value of these a checkpoint belongs to another run: other weights, or other data.
+# If one of these settings differs, a checkpoint belongs to another run: other weights or data.
 IDENTITY = (
     "task problem_type model_name_or_path model_revision from_scratch dtype use_peft lora_r lora_alpha "
     "lora_target_modules use_dora load_in_4bit optim dataset_name dataset_config dataset_train_split "
     "dataset_columns dataset_text_field dataset_label_field max_length packing packing_strategy "
     "assistant_only_loss completion_only_loss"
 ).split()
-# Trainer's resume keeps the old value of these silently: they are part of the checkpoint's state.
+# Trainer's resume silently keeps the old value of these settings from the checkpoint's state.
 KEPT_BY_RESUME = (
     "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 ).split()
-# A resume takes the new value of these, and then continues another training.
+# A resume takes the new value of these settings, and then is no longer the same training.
 CHANGES_COURSE = (
     "global_batch_size dataset_streaming seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip "
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
     "label_smoothing_factor neftune_noise_alpha lora_dropout bf16 fp16 tf32"
 ).split()
-# What a run reads: the setting that names it, and the field of the record with its fingerprint.
+# The setting that names an input of a run -> the field of the record with its fingerprint.
 MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}
-# Where a run writes and what it prints: without influence on the training or its speed.
+# Settings for paths and prints, which influence neither the training nor its speed.
 NO_DIFFERENCE = {
     "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
     "dataset_num_proc",
@@ -66,63 +64,63 @@ PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed", "tokenizers", "safetensors",
     "numpy", "liger-kernel", "flash-attn",
 )  # fmt: skip
-# Variables that can change what a run computes: which GPUs, in which order sums are added up, which
-# kernels, switches of libraries. Those that only say where something lies are left out.
+# Variables that can change what a run computes: the GPUs, the order of sums, the kernels, switches
+# of libraries. Variables that only hold the path of something (_ONLY_A_PLACE) are left out.
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES OMP_NUM_THREADS MKL_NUM_THREADS CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE PYTHONHASHSEED "
     "NCCL_* GLOO_* ACCELERATE_* FSDP_* DS_* TORCH_* TORCHINDUCTOR_* PYTORCH_* HF_* TRANSFORMERS_*"
 ).split()
 _ONLY_A_PLACE = ("*_HOME", "*_DIR", "*_CACHE", "*_PATH", "*_FILE", "TORCH_ELASTIC_*")
 
-# What each field means: `recipes show --help` prints it. Trainer's results stand beside them.
+# The meaning of each field, for `recipes show --help`. A record also holds Trainer's results.
 FIELDS = {
     "status": "running, finished, preempted, interrupted, out_of_memory or failed",
-    "error": "why it failed",
-    "recipe": "the recipe's name; `settings.recipe` is what was typed",
+    "error": "why the run failed",
+    "recipe": "the recipe's name; `settings.recipe` is the name as typed",
     "engine": "the engine that trained, such as DDP or DeepSpeed ZeRO-2",
-    "world_size": "processes in all",
-    "local_world_size": "processes on each node",
-    "data_parallel_size": "processes, or groups of them, that got examples of their own",
-    "started": "when it began: local time with its offset",
-    "ended": "when it ended",
+    "world_size": "number of processes",
+    "local_world_size": "number of processes on each node",
+    "data_parallel_size": "number of processes, or groups of processes, that got examples of their own",
+    "started": "when the run began: local time with its offset",
+    "ended": "when the run ended",
     "command": "train.py and its arguments",
     "launcher": "the launcher and its arguments; empty if there was none",
     "accelerate_config": "the Accelerate YAML that the launcher read; null if there was none",
-    "files": "path -> content of the recipe's files, the Accelerate YAML and the JSONs for an engine, or its hash",
-    "paths": "setting -> the file or folder that it named, absolute",
-    "folder": "the folder where it was started, from which relative paths count",
-    "environment": "environment variables that can change what it computes, as the user had set them",
-    "run": "its id, which its checkpoints bear, and the checkpoint that it began from if one was named",
-    "data": "a hash of the local data, or of the demonstration's, or the Hub's commit; null if unknown",
+    "files": "path -> content, or its hash, of the recipe's files, the Accelerate YAML and the engine's JSONs",
+    "paths": "setting -> absolute path of the file or folder that the setting named",
+    "folder": "the folder where the run was started, to which relative paths refer",
+    "environment": "environment variables that can change what the run computes, as the user had set them",
+    "run": "the run's id, also in its checkpoints, and the checkpoint that it began from, if one was named",
+    "data": "a hash of the local or demonstration data, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
-    "classes": "of a classifier: the names of its outputs, in their order",
-    "sessions": "each start that trained: when, from which step, seconds, status, processes, versions",
+    "classes": "names of a classifier's outputs, in the model's order",
+    "sessions": "an entry per start that trained: time, first step, seconds, status, processes, versions",
     "settings": "every setting: its value, the source it came from, and the reason",
-    "checksum": "of all else in it",
-    "versions": "of Python and the libraries; null if not installed",
-    "code": "our version, a hash of our source, and a checkout's commit, with -dirty if it was changed",
-    "hardware": "GPUs, CPU and cores of the first process, and what follows from them",
+    "checksum": "checksum of all other fields",
+    "versions": "versions of Python and the libraries; null if not installed",
+    "code": "version of this program, hash of its source, and a checkout's commit, with -dirty if changed",
+    "hardware": "GPUs, CPU and cores of the first process, and values derived from them",
     "model_files": "size and checksum of each file of the saved model, its configuration and tokenizer",
-    "log_history": "what Trainer logged, losses among it",
-    "global_step": "optimizer steps, those of an earlier run that it resumed among them",
+    "log_history": "Trainer's log entries, such as losses",
+    "global_step": "optimizer steps, including those before a resume",
     "model_step": "the step of the saved model",
     "best_step": "the step of the best evaluated model",
     "num_parameters": "parameters of the model",
     "first_loss": "the first logged loss",
     "final_loss": "the last logged loss",
-    "step_time": "seconds of a steady step",
-    "step_time_off": "seconds by which that may be off, as far as stretches of the run differ",
-    "exchanges_per_step": "how often processes exchange gradients in an optimizer step",
-    "samples_per_second": "examples, in steady steps",
-    "tokens_per_second": "tokens, in steady steps",
+    "step_time": "seconds per optimizer step, in steady steps",
+    "step_time_off": "uncertainty of step_time in seconds, from differences between stretches of the run",
+    "exchanges_per_step": "how often processes synchronize gradients in an optimizer step",
+    "samples_per_second": "examples per second, in steady steps",
+    "tokens_per_second": "tokens per second, in steady steps",
     "mfu": "model FLOPs utilisation; null if the peak or the formula is unknown",
-    "peak_memory_bytes": "peak memory",
-    "peak_memory_of": "which memory that is",
+    "peak_memory_bytes": "peak memory, in bytes",
+    "peak_memory_of": "the memory that peak_memory_bytes measures",
 }
 
 
 def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
-    """The identity of a run that begins now, perhaps from a checkpoint that its user has named."""
+    """Return the identity of a run that begins now, perhaps from a checkpoint named by the user."""
     named = str(began_from.resolve()) if began_from else None
     return {"id": secrets.token_hex(8), "began_from": named, "began_at": began_at}
 
@@ -131,9 +129,9 @@ def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
 class Earlier:
     """The run that the folder already holds, if any.
 
-    `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person. `kept` is what the record of this start takes from the one before, `identity`
-    that of the run that resumes, or begins.
+    `checkpoint` is the checkpoint to resume from. `finished` is True if nothing is left to train.
+    `notes` are for a person. `kept` holds the fields that this start's record takes from the record
+    before. `identity` is that of the run that resumes or begins.
     """
 
     checkpoint: Path | None = None
@@ -148,25 +146,25 @@ class Earlier:
 
 
 def read(folder: str | Path) -> Json:
-    """The record in a folder. Empty if it is missing or damaged."""
+    """Return the record in a folder; empty if the record is missing or is not readable JSON."""
     return read_json(Path(folder) / NAME)[0] or {}
 
 
 def read_intact(folder: str | Path) -> Json:
-    """The record in a folder as it was written. Empty if it is missing, or one bit of it has
-    changed: neither what was trained can be told from it nor which run that was.
+    """Return the record in a folder as it was written; empty if the record is missing or any bit of
+    it has changed, because it then tells neither what was trained nor which run trained it.
     """
     return intact(Path(folder) / NAME)
 
 
 def intact(file: Path) -> Json:
-    """A sealed JSON without its seal. Empty if it is missing, or one bit of it has changed."""
+    """Return a sealed JSON without its checksum; empty if it is missing or any bit has changed."""
     found = read_json(file)[0] or {}
     return found if found.pop("checksum", None) == _checksum_of(found) else {}
 
 
 def sealed(content: Json) -> Json:
-    """The content with a checksum of all else in it."""
+    """Return the content with a checksum of all its other fields."""
     content = {name: value for name, value in content.items() if name != "checksum"}
     return {**content, "checksum": _checksum_of(content)}
 
@@ -176,16 +174,14 @@ def _checksum_of(content: Json) -> str:
 
 
 def write(folder: str | Path, content: Json, name: str = NAME) -> None:
-    """Replace the record, sealed, or another JSON in one step: neither a reader nor a crash ever
-    sees half of it.
-    """
+    """Write the record, sealed, or another JSON atomically: nobody ever sees half of it."""
     content = recorded.plain(content)
     text = json.dumps(sealed(content) if name == NAME else content, indent=2)
     write_whole(Path(folder) / name, text.encode())
 
 
 def note_out_of_memory(folder: Path, facts: Json) -> None:
-    """Leave out_of_memory.json with `facts`, and the status: rank 0 may hang until it is killed."""
+    """Write out_of_memory.json, and the record's status: rank 0 may hang until it is killed."""
     with contextlib.suppress(OSError):
         write(folder, facts, OUT_OF_MEMORY)
         if (record := read(folder)).get("status") == "running":
@@ -193,7 +189,7 @@ def note_out_of_memory(folder: Path, facts: Json) -> None:
 
 
 def forget_out_of_memory(folder: Path) -> None:
-    """Remove what an earlier run left about its end."""
+    """Remove the out_of_memory.json of an earlier run."""
     with contextlib.suppress(OSError):
         (folder / OUT_OF_MEMORY).unlink()
 
@@ -202,11 +198,12 @@ def forget_out_of_memory(folder: Path) -> None:
 def kept_record(
     run: RunSpec, world: World, earlier: Earlier, data_commit: str | None, classes: list[str] | None
 ) -> Iterator[Json]:
-    """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
-    `failed`. Yields the results, which the training fills in. `classes` are a classifier's names.
+    """Write run.json with the status `running`, then `finished`, `preempted`, `interrupted`,
+    `out_of_memory` or `failed`. Yields the results, which the training fills in. `classes` are the
+    names of a classifier's outputs.
 
-    Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
-    out_of_memory.json, which that rank has left, tells the cause.
+    Rank 0 writes the file. If another rank runs out of memory, rank 0 only sees a lost connection;
+    the other rank's out_of_memory.json tells the cause.
     """
     results: Json = {}
     content, kept = started(run, world.size, data_commit), earlier.kept
@@ -227,14 +224,14 @@ def kept_record(
     finally:
         ended["ended"] = now()
         session |= {"status": ended["status"], "ended": ended["ended"], "seconds": time.monotonic() - began}
-        # A full disk may be why it failed: that is what to report.
+        # A full disk may be why the run failed: then only the first error is reported.
         with contextlib.suppress(*([] if ended["status"] == "finished" else [OSError])):
             if world.is_main:
                 write(folder, content | ended | results)
 
 
 def several(record: Json) -> str:
-    """The differences between the starts of a resumed run, in words; empty if there are none."""
+    """Describe the differences between the starts of a resumed run; empty if there are none."""
     sessions = record.get("sessions") or [{}]
     worlds = dict.fromkeys(str(session.get("world_size")) for session in sessions)
     found = [f"on {' and then '.join(worlds)} processes"] if len(worlds) > 1 else []
@@ -252,12 +249,12 @@ def _status(error: BaseException, folder: Path) -> str:
 
 
 def now() -> str:
-    """Local time with its offset, in ISO 8601."""
+    """Return the local time with its offset, in ISO 8601."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
-    """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
+    """Return the settings among `names` that differ from an earlier record: name -> (then, now)."""
     then = {name: entry["value"] for name, entry in old.get("settings", {}).items()}
     if not (then.get("packing") and run["packing"]):
         then.pop("packing_strategy", None)
@@ -268,9 +265,9 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
 
 
 def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml: str | None = None) -> Json:
-    """The record of a run that begins now, without secrets: its settings, and all else that it
-    depends on. `data_commit` is that of data from the Hub, `yaml` the Accelerate YAML of a run that
-    is not launched yet.
+    """Return the record of a run that begins now, without secrets: its settings, and everything
+    else that the run depends on. `data_commit` is the commit of data from the Hub. `yaml` is the
+    Accelerate YAML of a run that is not launched yet.
     """
     launcher = launcher_words()
     yaml = yaml or _accelerate_config(launcher)
@@ -300,21 +297,21 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml:
 
 
 def material(run: RunSpec, data_commit: str | None = None) -> Json:
-    """The fingerprints of what a run reads: its data, and the model that it starts from with its
-    configuration and tokenizer. `data_commit` is that of data from the Hub.
+    """Return the fingerprints of a run's inputs: its data, and its starting model with
+    configuration and tokenizer. `data_commit` is the commit of data from the Hub.
     """
     data = fingerprints.of_data(run["dataset_name"]) or (f"commit {data_commit}" if data_commit else None)
     return {"data": data, "model": fingerprints.of_model(run["model_name_or_path"], run["model_revision"])}
 
 
 def secrets_of(run: RunSpec) -> set[str]:
-    """The tokens among the settings, and those in the environment."""
+    """Return the secret tokens among the settings and in the environment."""
     tokens = {str(setting.value) for name, setting in run.given.items() if shown(name, setting.value) == HIDDEN}
     return tokens | in_environment()
 
 
 def environment() -> dict[str, str]:
-    """The variables that matter, of those that the user has set."""
+    """Return the variables that the user has set and that can change what a run computes."""
     return {name: value for name, value in sorted(first_environment().items()) if _matters(name)}
 
 
@@ -328,7 +325,7 @@ def versions() -> dict[str, str | None]:
 
 
 def cpu() -> str:
-    """The processor's name, as Linux calls it."""
+    """Return the processor's name as Linux reports it."""
     with contextlib.suppress(OSError):
         if named := re.search(r"model name\s*:(.*)", Path("/proc/cpuinfo").read_text(errors="replace")):
             return named[1].strip()
@@ -337,13 +334,13 @@ def cpu() -> str:
 
 @cache
 def code() -> Json:
-    """Our version and a hash of our source; a checkout's commit, with -dirty if it was changed."""
+    """Return our version, a hash of our source, and a checkout's commit, with -dirty if changed."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for file in sorted(path for name in ("recipes", "launch") for path in (root / name).rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     found = {"version": __version__, "source": digest.hexdigest()[:16]}
-    if (root / ".git").exists():  # a repository around an installed package is somebody else's
+    if (root / ".git").exists():  # a repository around an installed package belongs to somebody else
         words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
@@ -352,7 +349,7 @@ def code() -> Json:
 
 
 def launcher_words() -> list[str]:
-    """The launcher's command line up to our script; empty if none started this process."""
+    """Return the launcher's command line up to our script; empty without a launcher."""
     words = launcher_argv()
     return words[: words.index(sys.argv[0])] if sys.argv[0] in words else words
 
@@ -364,7 +361,7 @@ def by_accelerate(words: list[str]) -> bool:
 
 
 def _accelerate_config(launcher: list[str]) -> str | None:
-    """The Accelerate YAML that the launcher read: the one it was given, or the user's default."""
+    """Return the Accelerate YAML that the launcher read: its --config_file, or the default one."""
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if "--config_file" in words[:-1]:
         return str(Path(words[words.index("--config_file") + 1]).resolve())
@@ -373,8 +370,8 @@ def _accelerate_config(launcher: list[str]) -> str | None:
 
 
 def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
-    """The content of the files that say what the run is, by absolute path: the recipe's own, the
-    Accelerate YAML, and the JSONs that settings or the YAML name.
+    """Return the content, by absolute path, of the files that define the run: the recipe's files,
+    the Accelerate YAML, and the JSONs that settings or the YAML name.
     """
     paths = [*run.recipe.files, run.recipe.engine if run.recipe.files else None, yaml]
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]

@@ -1,4 +1,4 @@
-"""What an output folder already holds, and what that means for a run that will write there."""
+"""Find what an output folder already holds, and decide where a run that writes there resumes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def output_folder(run: RunSpec, world: World) -> Iterator[None]:
 
 
 def _make_and_lock(run: RunSpec) -> int:
-    """The file descriptor that holds the lock."""
+    """Make and lock the output folder. Returns the file descriptor that holds the lock."""
     with _writing(run):
         Path(run["output_dir"]).mkdir(parents=True, exist_ok=True)
         require_writable(Path(run["output_dir"]))
@@ -58,7 +58,7 @@ def _make_and_lock(run: RunSpec) -> int:
 
 @contextlib.contextmanager
 def _writing(run: RunSpec) -> Iterator[None]:
-    """An `OSError` in this block is the output folder's."""
+    """Turn an `OSError` in this block into a `UserError` about the output folder."""
     try:
         yield
     except OSError as error:
@@ -71,29 +71,31 @@ def _refused(run: RunSpec, what: str, fix: str, name: str = "output_dir") -> Use
 
 
 def _locked(run: RunSpec, kind: int) -> int:
-    """The file descriptor that holds the lock of the folder. Raises `UserError` if it is in use."""
+    """Lock the folder and return the file descriptor. Raises `UserError` if it is in use."""
     handle = os.open(run["output_dir"], os.O_RDONLY)
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise _refused(run, f"another run is writing to {run['output_dir']}", "another --output_dir, or wait") from None
+        raise _refused(
+            run, f"another run is writing to {run['output_dir']}", "use another --output_dir, or wait"
+        ) from None
     except OSError:  # a file system without locks, such as some NFS
         pass
     return handle
 
 
 def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
-    """Archive an older run if --fresh says so, and remove the converted copies of checkpoints that
-    a killed run has left. Call it last before training, once nothing else is wrong.
+    """Archive an older run if --fresh is given, and remove converted copies of checkpoints that a
+    killed run has left. Call this last before training, once all other checks have passed.
 
     Raises `UserError` if the disk has no room for `needed_bytes`: a checkpoint and the model.
     """
     free = shutil.disk_usage(run["output_dir"]).free
     if free <= needed_bytes:
         needed = memory_size(needed_bytes)
-        what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {needed} at least"
-        raise _refused(run, what, "--output_dir on a larger disk")
+        what = f"{run['output_dir']} has {memory_size(free)} free, and this run saves at least about {needed}"
+        raise _refused(run, what, "choose an --output_dir on a larger disk")
     for left in Path(run["output_dir"]).glob(f"{other_world.COPY}checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)
     if run["fresh"]:
@@ -107,7 +109,7 @@ def _archive_older_run(run: RunSpec) -> None:
         return
     if Path.cwd().is_relative_to(folder):
         what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
-        raise _refused(run, what, "another --output_dir, or another folder to start from")
+        raise _refused(run, what, "use another --output_dir, or start from another folder")
     with _writing(run):
         archived = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
         archived.mkdir()
@@ -120,11 +122,11 @@ def _archive_older_run(run: RunSpec) -> None:
 
 
 def look_ahead(run: RunSpec) -> Earlier | None:
-    """A finished run that leaves nothing to train, before the data is tokenized, which may take
-    hours. `find_earlier_run` has the last word.
+    """Return a finished run that leaves nothing to train. This comes before the data is tokenized,
+    which may take hours; `find_earlier_run` makes the final decision.
 
-    It changes nothing, except that --measure begins its file, so every rank may ask. Raises
-    `UserError` if the folder is in use, not writable, or of another training.
+    Every rank may call this, because it changes nothing, except that --measure begins its file.
+    Raises `UserError` if the folder is in use, is not writable, or holds another training.
     """
     folder = Path(run["output_dir"])
     if run["measure"]:
@@ -137,7 +139,7 @@ def look_ahead(run: RunSpec) -> Earlier | None:
 
 
 def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
-    """Where to resume, in a folder that is locked. `data_commit` is that of data from the Hub.
+    """Find where to resume in the locked folder. `data_commit` is the commit of data from the Hub.
 
     Raises `UserError` if no checkpoint can be resumed as asked.
     """
@@ -154,8 +156,8 @@ def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
 
 
 def _finished(run: RunSpec, old: Json) -> Earlier | None:
-    """The run that the folder holds, if it is finished and nothing more is asked for. Raises
-    `UserError` if this run cannot begin or go on there.
+    """Return the run that the folder holds if it is finished and this run asks for nothing more.
+    Raises `UserError` if this run can neither begin nor continue in the folder.
     """
     folder, named, finished = Path(run["output_dir"]), _named(run), old.get("status") == "finished"
     _require_no_foreign_model(run, old)
@@ -164,7 +166,7 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
     if named and not _began_from(named, run, old):
         if finished:
             what = f"{folder} holds a finished run, which a resume from {named} would overwrite"
-            raise _refused(run, what, "another --output_dir")
+            raise _refused(run, what, "use another --output_dir")
         _require_same_training(run, record.read_intact(named.parent))
     elif named or numbered(folder) or finished:
         _require_same_training(run, old)
@@ -178,18 +180,16 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
 
 
 def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
-    """The run that the folder holds goes on: from its newest checkpoint, or from the one that it
-    began from.
-    """
+    """Continue the folder's run from its newest checkpoint, or the checkpoint it began from."""
     own = old.get("run") or {}
     newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if not old:
-        notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
+        notes.append(f"{record.NAME} is missing or damaged: it cannot be checked that this is the same training")
     if newest is None and own.get("began_from"):
         return _begun(Path(own["began_from"]), run, data_commit, notes)
     if _named(run):
-        notes.append(f"this run began from {_named(run)} and goes on; another --output_dir begins there again")
+        notes.append(f"this run began from {_named(run)} and continues; to begin there again, use another --output_dir")
     identity = own or (newest and manifest_of(newest.path).get("run")) or new_run()
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=identity)
@@ -197,7 +197,7 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
 
 
 def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[str] = ()) -> Earlier:
-    """A run begins from a checkpoint that is named."""
+    """Begin a run from the checkpoint that the user named."""
     checkpoint = inspect(path)
     if not checkpoint.valid:
         fix = "leave it out: the newest valid checkpoint is found automatically"
@@ -211,23 +211,23 @@ def _from(
 ) -> Earlier:
     """Resume from a checkpoint of the run that `old` records.
 
-    The record keeps what that run began with: `merge` and `rerun` compare with it.
+    The new record keeps what that run began with, because `merge` and `rerun` compare with it.
     """
-    if 0 < run["max_steps"] < checkpoint.step:  # its model would be saved as that of a shorter training
+    if 0 < run["max_steps"] < checkpoint.step:  # else its model would pass as that of a shorter training
         what = f"{checkpoint.path.name} has trained {checkpoint.step} steps already, more than {run['max_steps']}"
-        have_it = f"--max_steps {checkpoint.step} to have its model"
-        raise _refused(run, what, f"{have_it}, --resume_from_checkpoint with an older one, or --fresh", "max_steps")
+        have_it = f"--max_steps {checkpoint.step} to get its model"
+        raise _refused(run, what, f"{have_it}, an older --resume_from_checkpoint, or --fresh", "max_steps")
     kept, course = _changes(run, old)
     notes = [*notes, *checkpoint.notes]
-    # Of a stream or the Hub, which has no flag for an older commit: others were refused.
+    # The data is a stream, or from the Hub: no flag sets an older commit. Other data was refused.
     if fingerprints.differ(old.get("data"), record.material(run, data_commit)["data"]):
-        rows = ": the stream goes on at the same rows of its shards, or with another round if their number has changed"
-        notes.append(f"the data has changed since{rows if run['dataset_streaming'] else ''}")
+        rows = ": the stream continues at the same rows, or with another round if the number of shards has changed"
+        notes.append(f"the data has changed since the checkpoint{rows if run['dataset_streaming'] else ''}")
     if note := other_world.note(checkpoint.path, run.world_size, run["dataloader_num_workers"]):
         notes.append(note)
     for name, (then, now) in kept.items():
-        fix = "--fresh or another --output_dir trains with it"
-        notes.append(f"{name} {now} is ignored by a resume: {then} is kept; {fix}")
+        fix = "use --fresh or another --output_dir for the new value"
+        notes.append(f"{name} {now} is ignored by a resume, which keeps {then}; {fix}")
     for name, (then, now) in course.items():
         notes.append(f"{name} changes from {then} to {now}: no longer the same training")
     recorded = {what: old[what] for what in record.MATERIAL.values() if old.get(what)}
@@ -237,31 +237,31 @@ def _from(
 
 
 def _named(run: RunSpec) -> Path | None:
-    """The checkpoint that the user has named, if any."""
+    """Return the checkpoint that the user has named, if any."""
     path = run["resume_from_checkpoint"]
     return None if path in (None, True, "True", "true") else Path(path)
 
 
 def _began_from(named: Path, run: RunSpec, old: Json) -> bool:
-    """True if the run that the folder holds began from this checkpoint, and by the same settings.
+    """True if the run that the folder holds began from this checkpoint, with the same settings.
 
-    Then the same command was started again, as a job that is queued again is: it would lose all
-    steps since. Trainer itself starts from there every time.
+    Then the same command was started again, for example by a queue. Trainer itself would start from
+    the named checkpoint every time, and lose all steps since.
     """
     same = (old.get("run") or {}).get("began_from") == str(named.resolve())
     return same and not record.changes(old, run, [*record.IDENTITY, *record.CHANGES_COURSE])
 
 
 def _require_no_foreign_model(run: RunSpec, old: Json) -> None:
-    """Raises `UserError` if the folder holds a model of which neither a record nor a checkpoint
-    tells that this program trained it.
+    """Raise `UserError` if the folder holds a model, and neither a record nor a checkpoint shows
+    that this program trained the model.
     """
     folder, model = Path(run["output_dir"]), run["model_name_or_path"]
     is_its_model = model and Path(model).resolve() == folder.resolve()
     is_known = _holds_a_run(folder) if run["fresh"] else bool(old or numbered(folder))
     if not is_known and (is_its_model or any(folder.glob("*.safetensors"))):
         what = f"{run['output_dir']} holds a model that was not trained here, or whose {record.NAME} is damaged"
-        raise _refused(run, f"{what}: it would be overwritten", "--output_dir with another folder")
+        raise _refused(run, f"{what}: the run would overwrite the model", "use another --output_dir")
 
 
 def _holds_a_run(folder: Path) -> bool:
@@ -269,8 +269,8 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _skip(checkpoint: Checkpoint) -> str:
-    """Archives a damaged checkpoint, and deletes one whose save was cut short: with each kill the
-    disk would hold one more. Returns the note about it.
+    """Archive a damaged checkpoint, or delete a checkpoint whose save was cut short: each kill
+    would leave one more on the disk. Returns the note about the checkpoint.
     """
     if "begun" in manifest_of(checkpoint.path):
         remove([checkpoint.path])
@@ -284,25 +284,25 @@ def _skip(checkpoint: Checkpoint) -> str:
 
 def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
-    if run["problem_type"] is None:  # the data will tell, and it is the same
+    if run["problem_type"] is None:  # the data decides it, and the data is the same
         changed.pop("problem_type", None)
-    if run["use_peft"] and not run.explicit("dtype"):  # of frozen weights, which the card decides
+    if run["use_peft"] and not run.explicit("dtype"):  # the dtype of frozen weights depends on the GPU
         changed.pop("dtype", None)
     now, remedies = record.material(run), {}
     for name, what in record.MATERIAL.items():
         then = old.get(what)
-        if now[what] and now[what] == then:  # under any name: Azure ML mounts them elsewhere at every start
+        if now[what] and now[what] == then:  # under any path: Azure ML mounts inputs elsewhere at every start
             changed.pop(name, None)
             if what == "model":
                 changed.pop("model_revision", None)
-        # Of a stream a broken row may have been mended.
+        # Streaming: a broken row may have been repaired.
         elif fingerprints.differ(then, now[what]) and not (what == "data" and run["dataset_streaming"]):
-            changed.setdefault(name, (f"{title(run[name]) or 'the standard library'} as it was", "what it holds now"))
+            changed.setdefault(name, (f"{title(run[name]) or 'the standard library'} as it was", "as it is now"))
             _, is_commit, commit = str(then).partition("commit ")
             remedies[name] = f"--model_revision {commit}, " if is_commit else "the same contents, "
     for name, (then, given) in changed.items():
         what = f"{run['output_dir']} holds a run with {name} {then}, not {given}"
-        raise _refused(run, what, f"{remedies.get(name, '')}another --output_dir, or --fresh to move that run aside")
+        raise _refused(run, what, f"use {remedies.get(name, '')}another --output_dir, or --fresh to archive that run")
     before, by = str(old.get("engine")), run.engine.title
     if "DeepSpeed" not in before + by:  # of FSDP only the version matters
         before, by = before.partition(",")[0], by.partition(",")[0]
@@ -310,12 +310,12 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
         raise mistake(
             "accelerate_config",
             f"the checkpoints were written with {before}, and {by} cannot read them",
-            "the same engine, another --output_dir, or --fresh",
+            "use the same engine, another --output_dir, or --fresh",
         )
 
 
 def _asks_for_more(run: RunSpec, old: Json) -> bool:
-    """True if the run is longer than the finished one, and if only training can tell."""
+    """True if the run is longer than the finished one, or if only training can tell."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
         return run["max_steps"] == -1 or run["max_steps"] > old["global_step"]
@@ -324,9 +324,9 @@ def _asks_for_more(run: RunSpec, old: Json) -> bool:
 
 
 def _changes(run: RunSpec, old: Json) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """The settings that a resume keeps as they were, and those whose new value it takes, each as
-    name -> (then, now).
+    """Return the settings whose old value a resume keeps, and the settings whose new value it
+    takes, each as name -> (then, now).
     """
     kept = record.changes(old, run, record.KEPT_BY_RESUME)
-    kept = {name: values for name, values in kept.items() if values[0] or not name.endswith("_steps")}  # 0 was none
+    kept = {name: values for name, values in kept.items() if values[0] or not name.endswith("_steps")}  # 0 is none
     return kept, record.changes(old, run, record.CHANGES_COURSE)

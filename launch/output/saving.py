@@ -1,4 +1,4 @@
-"""A Trainer whose checkpoints count once they are complete: on the disk, with their manifest."""
+"""A Trainer whose checkpoints count only when complete: flushed to the disk, with a manifest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from recipes.run import Json, RunSpec
 
 
 class CommittingTrainer(Trainer):
-    """Trainer, but files are flushed and hashed in a thread beside the next steps.
+    """Trainer that flushes and hashes a checkpoint's files in a thread during the next steps.
 
-    Only a checkpoint that has its manifest lets an older one be deleted, or is pushed to the Hub. A
-    kill before that loses this checkpoint alone. `engine` is its title, and `identity` that of the
-    run, for the manifest.
+    Only a checkpoint with a manifest is pushed to the Hub, or lets an older one be deleted. A kill
+    before that loses only this checkpoint. The manifest records the title of the `engine` and the
+    `identity` of the run.
     """
 
     _saving: Future | None = None  # the thread's work on the last checkpoint
@@ -29,7 +29,7 @@ class CommittingTrainer(Trainer):
         self.engine = engine
         self.identity = identity
         # Trainer would delete older checkpoints before the new one is complete, and at the end all
-        # but the best, though that may be damaged.
+        # but the best checkpoint, which may be damaged.
         self.limit, self.args.save_total_limit = self.args.save_total_limit, None
 
     def train(self, *args, **kwargs):
@@ -41,16 +41,17 @@ class CommittingTrainer(Trainer):
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete.
 
-        Raises `OSError` if the disk does not take it.
+        Raises `OSError` if the disk cannot take the data.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     def flush_model(self) -> Json:
-        """Have the model at the end on the disk, before the run counts as finished.
+        """Flush the final model to the disk, before the run counts as finished.
 
-        Returns its files, for the record, as `checkpoints.described`: of rank 0 alone.
+        Returns the model's files for the record, as `checkpoints.described`; empty except on rank
+        0.
         """
         folder = Path(self.args.output_dir)
         if not self.args.should_save:
@@ -59,7 +60,7 @@ class CommittingTrainer(Trainer):
         return checkpoints.described(folder, checkpoints.model_files(folder))
 
     def write_card(self, run: RunSpec) -> None:
-        """Describe an adapter in its README.md, unless a person has: peft leaves a form there."""
+        """Describe an adapter in its README.md, if that is still the form that peft leaves."""
         file = Path(run["output_dir"], "README.md")
         if file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
             self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
@@ -72,7 +73,7 @@ class CommittingTrainer(Trainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
             if checkpoints.manifest_of(folder).get("run") != self.identity:
-                remove([folder])  # given up: files of its own would become part of the new one
+                remove([folder])  # abandoned: its files would become part of the new checkpoint
             checkpoints.begin(folder, step, self.engine, self.args.world_size, self.identity)
         self.accelerator.wait_for_everyone()  # no rank writes into a folder that is removed
         super()._save_checkpoint(model, trial)
@@ -86,12 +87,12 @@ class CommittingTrainer(Trainer):
             super()._push_from_checkpoint(str(folder))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Nothing: `_save_checkpoint` pushes what is complete."""
+        """Do nothing: `_save_checkpoint` pushes complete checkpoints."""
 
     def _names_on_all_nodes(self, folder: Path) -> list[str]:
-        """The checkpoint's files, once all ranks have written theirs, and other nodes flushed them.
+        """Return the checkpoint's files, once all ranks have written and other nodes have flushed.
 
-        The files of nodes with disks of their own are missing: those nodes alone can read them.
+        Files on the separate disks of other nodes are left out: only those nodes can read them.
         """
         self.accelerator.wait_for_everyone()
         is_first_of_node = self.args.local_process_index == 0
@@ -102,7 +103,7 @@ class CommittingTrainer(Trainer):
         return sorted({name for save, names in seen if save == own for name in names})
 
     def _finalize_training(self, *args, **kwargs):
-        self.finish_saving()  # which the best model may be read from
+        self.finish_saving()  # the best model may be read from the last checkpoint
         return super()._finalize_training(*args, **kwargs)
 
 

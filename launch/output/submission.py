@@ -14,13 +14,13 @@ from recipes.run.files import read_json
 
 NAME = "submission.json"
 LOCAL_LOG = "train.log"
-# They belong to the folder, so --fresh does not archive them with a run.
+# These files belong to the folder, so --fresh does not archive them with a run.
 KEPT_HERE = (NAME, LOCAL_LOG, FIT)
 
 
 @dataclass(frozen=True)
 class Submission:
-    """`job` is the id or name that the target gave the job, `log` a file or an address."""
+    """A submitted job. `job` is the target's id or name of the job, `log` a file or an address."""
 
     target: str
     title: str
@@ -31,30 +31,27 @@ class Submission:
 
 
 def note(folder: Path, submission: Submission) -> None:
-    """Write it into the output folder. Raises OSError."""
+    """Write the submission into the output folder. Raises `OSError`."""
     record.write(folder, asdict(submission), NAME)
 
 
 def noted(folder: Path) -> Submission | None:
-    """The last submission whose run writes into this folder.
-
-    None if there is none, or the file is damaged.
-    """
+    """Return the last submission for this folder, None if it is missing or damaged."""
     try:
         return Submission(**(read_json(folder / NAME)[0] or {}))
-    except TypeError:  # a name that is missing, or one too many
+    except TypeError:  # a field is missing, or there is one too many
         return None
 
 
 def announce(folder: Path, submission: Submission, found_at: Mapping[str, str], cancel: str) -> None:
-    """Note a job that was submitted, and print where to find it: `found_at` and our own commands.
+    """Note a submitted job, and print where to find it: `found_at` and the commands of `recipes`.
 
-    The job runs already, so a note that cannot be written is reported and raises nothing.
+    The job runs already, so a failure to write the note is reported and not raised.
     """
     try:
         note(folder, submission)
     except OSError as error:
-        print(f"not noted in {folder} ({error.strerror}): `recipes status` will not know it", file=sys.stderr)
+        print(f"job not noted in {folder} ({error.strerror}): `recipes status` will not find it", file=sys.stderr)
     print(f"submitted job {submission.job}: {submission.title}")
     here = quote(str(folder))
     commands = {"status": f"recipes status {here}", "follow": f"recipes logs -f {here}", "cancel": cancel}

@@ -119,7 +119,7 @@ def test_a_run_whose_files_are_not_as_they_were_written_is_named(adapter, tmp_pa
     folder = shutil.copytree(adapter, tmp_path / "out")
     (folder / "tokenizer_config.json").unlink()
     code, said = merge(capsys, folder)
-    assert code == 0 and "tokenizer_config.json is missing: copy them from the newest checkpoint" in said
+    assert code == 0 and "tokenizer_config.json is missing: copy the files from the newest checkpoint" in said
 
 
 def test_weights_that_have_no_place(adapter, tiny_model, tmp_path, capsys):

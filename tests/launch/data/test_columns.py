@@ -45,7 +45,7 @@ def test_a_file_without_a_known_column_is_refused_with_the_columns_that_it_has(n
     (found,) = problems(tmp_path, name, [{"question": "Why?", "number": 3}], "")
     assert found.subject == "dataset_text_field" and "d" in found.what and "question, number" in found.what
     assert (
-        "--dataset_text_field with one of them, or --dataset_columns" in found.fix and found.source == "library default"
+        "set --dataset_text_field to one of these columns, or rename" in found.fix and found.source == "library default"
     )
 
 

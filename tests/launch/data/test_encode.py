@@ -155,7 +155,7 @@ def test_chats_need_a_chat_template_that_writes_their_calls(tmp_path):
     """Without, it would train on an empty message, as with Phi-3's and Qwen2.5-VL's templates."""
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CALLS}]))
     assert "has no chat template" in problem(run, chatting(None)).what
-    assert "leaves out that the assistant calls get_weather" in problem(run, demo_tokenizer()).what
+    assert "leaves out the assistant's call of get_weather" in problem(run, demo_tokenizer()).what
 
 
 # --- Messages that are not learned ---------------------------------------------------------------
@@ -335,15 +335,15 @@ def test_a_column_that_was_named_comes_first(tmp_path, tokenizer):
 )
 def test_what_is_only_for_one_format_is_refused_for_the_others(flag, rows, fix, tmp_path, tokenizer):
     found = problem(run_with(dataset_name=jsonl(tmp_path, rows), **{flag: True}), tokenizer)
-    assert found.subject == flag and found.what.startswith(f"row {len(rows)}: has no ") and fix in found.fix
+    assert found.subject == flag and found.what.startswith(f"row {len(rows)}: the row has no ") and fix in found.fix
 
 
 @pytest.mark.parametrize(
     ("row", "what"),
     [
         ({"input_ids": [5, 99999]}, "does not know"),
-        ({"input_ids": [5, 6], "labels": [6, 7]}, "other tokens"),
-        ({"input_ids": [5, 6], "labels": [5]}, "other tokens"),
+        ({"input_ids": [5, 6], "labels": [6, 7]}, "labels that differ"),
+        ({"input_ids": [5, 6], "labels": [5]}, "labels that differ"),
     ],
 )
 def test_token_ids_that_would_train_something_else_are_refused(row, what, tmp_path, tokenizer):

@@ -61,7 +61,7 @@ WRONG = {
     "a row without a list": ([["a"], None, ["b"]], None, "dataset_label_field", "1 row without a usable label"),
     "no number": ([0.5, math.nan], None, "dataset_label_field", "1 row without a usable label"),
     "lists of fractions": ([[0.5], [0.5, 1.5]], None, "dataset_label_field", "a class is a text or a whole number"),
-    "texts as numbers": (["a", "b"], REGRESSION, "problem_type", "the column 'label' holds others"),
+    "texts as numbers": (["a", "b"], REGRESSION, "problem_type", "the column 'label' holds other values"),
 }
 
 
@@ -75,7 +75,7 @@ def test_labels_that_cannot_be_learned(name, tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("labels", "what"),
     [
-        (["a", "b", "c"], "has labels unlike those to train on: 'c'"),
+        (["a", "b", "c"], "has labels unlike the training labels: 'c'"),
         (["a", "b", None], "the column 'label' has 1 row without a usable label"),
     ],
 )

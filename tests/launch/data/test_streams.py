@@ -221,4 +221,4 @@ def test_a_network_that_fails_is_no_mistake_of_the_user(folder, tokenizer, monke
     monkeypatch.setattr(IterableDataset, "iter", iter_once)
     *examples, last = found
     assert len(examples) == 100
-    assert isinstance(last[PLACE], StreamBroke) and "could not be read on: the Hub does not" in str(last[PLACE])
+    assert isinstance(last[PLACE], StreamBroke) and "read any further: the Hub does not" in str(last[PLACE])

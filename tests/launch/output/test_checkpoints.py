@@ -90,7 +90,7 @@ def test_all_is_on_the_disk_before_the_manifest_says_so(checkpoint, monkeypatch)
 
 def test_the_folder_must_have_the_number_of_its_step_or_no_number(checkpoint):
     moved = checkpoint.rename(checkpoint.with_name("checkpoint-40"))
-    assert faults(moved) == ["trainer_state.json is that of step 4"]
+    assert faults(moved) == ["trainer_state.json belongs to step 4"]
     inspected = inspect(moved.rename(checkpoint.with_name("best7")))
     assert inspected.valid and inspected.step == 4
 
@@ -100,12 +100,12 @@ def test_the_folder_must_have_the_number_of_its_step_or_no_number(checkpoint):
 
 def test_what_plain_trainer_wrote_is_valid_and_judged_in_part(plain):
     assert faults(plain) == []
-    assert inspect(plain).notes[0].startswith("checkpoint-4 has no manifest.json: it was judged in part")
+    assert inspect(plain).notes[0].startswith("checkpoint-4 has no manifest.json: it was checked only in part")
     weights = (plain / "model.safetensors").rename(plain / "other.safetensors")
     assert faults(plain) == ["its weights are missing"]
     weights.rename(plain / "model.safetensors")
     (plain / "trainer_state.json").write_text('{"a_field_of_old": 1}')
-    assert faults(plain) == ["trainer_state.json is not Trainer's"]
+    assert faults(plain) == ["trainer_state.json is not a Trainer state"]
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

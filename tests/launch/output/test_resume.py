@@ -111,10 +111,10 @@ def test_the_losses_are_those_of_the_uninterrupted_run(whole_run, another_run, s
     flip(stopped / "checkpoint-4" / "model.safetensors")
     resumed = train_here(tiny_model, texts, stopped, *other("--learning_rate", "5e-3"))
     said = " ".join(resumed.output.split())
-    assert "checkpoint-6 is damaged (it is another run's): skipped, kept as damaged-checkpoint-6" in said
+    assert "checkpoint-6 is damaged (it belongs to another run): skipped, kept as damaged-checkpoint-6" in said
     assert "checkpoint-4 is damaged (model.safetensors has changed" in said and "checkpoint-2, step 2" in said
     assert losses(resumed) == losses(whole_run[0])
-    assert "learning_rate 0.005 is ignored by a resume: 0.001 is kept" in said
+    assert "learning_rate 0.005 is ignored by a resume, which keeps 0.001" in said
     assert resumed.record["settings"]["learning_rate"]["value"] == 0.001
     writers = [manifest_of(path)["run"] for path in numbered(stopped)]
     assert [*writers, resumed.record["run"]] == [whole_run[0].record["run"]] * 4
@@ -214,7 +214,7 @@ def test_data_with_other_contents_are_another_training(finished, asked, texts, t
     data.write_text(texts.read_text().replace("Example 3 ", "Sample 3 "))
     settings = read_record(finished)["settings"]
     rewrite(finished, settings={**settings, "dataset_name": {**settings["dataset_name"], "value": str(data)}})
-    assert "not what it holds now" in refused(asked(finished, data=data))
+    assert "not as it is now" in refused(asked(finished, data=data))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -228,7 +228,7 @@ def test_the_model_that_adapters_began_with_must_be_as_it_was(name, tiny_model, 
     named = ["--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")]
     for folder, more in (("out", []), ("begun", named)):
         run = asked(tmp_path / folder, *flags, *more, model=model)
-        assert "model as it was, not what it holds now" in refused(run)
+        assert "model as it was, not as it is now" in refused(run)
 
 
 def test_a_branch_of_the_hub_that_has_moved_is_another_model(finished, asked, found, tmp_path, monkeypatch):
@@ -252,7 +252,7 @@ def test_data_of_the_hub_that_has_moved_is_reported(stopped, asked):
     run = asked(stopped, data="org/rows")
     assert find_earlier_run(run, "a").notes == []
     earlier = find_earlier_run(run, "b")
-    assert earlier.notes == ["the data has changed since"] and earlier.kept["data"] == "commit a"
+    assert earlier.notes == ["the data has changed since the checkpoint"] and earlier.kept["data"] == "commit a"
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP1", "DeepSpeed ZeRO-2, optimizer offload"])
@@ -277,11 +277,11 @@ def test_a_shorter_training_than_the_checkpoints_is_refused(stopped, found):
 
 def test_a_model_that_was_not_trained_there_is_not_overwritten(asked, tiny_model, tmp_path):
     model = shutil.copytree(tiny_model, tmp_path / "model")
-    assert "would be overwritten" in refused(asked(model))
+    assert "would overwrite the model" in refused(asked(model))
     (model / "run.json").write_text("{")  # of a finished run without checkpoints
-    assert "would be overwritten" in refused(asked(model))
+    assert "would overwrite the model" in refused(asked(model))
     (model / "run.json").unlink()
-    assert "would be overwritten" in refused(asked(model, model=model))
+    assert "would overwrite the model" in refused(asked(model, model=model))
 
 
 def test_a_file_in_the_way(asked, tmp_path):
@@ -413,10 +413,10 @@ def test_what_was_given_up_is_never_taken_again(finished, found, tiny_model, tex
     shutil.rmtree(at_step(finished, 2).with_name("run") / "checkpoint-6", ignore_errors=True)
     shutil.copytree(given_up, finished / "checkpoint-6")
     again = found(finished, *other("--seed", "7"))
-    assert again.checkpoint == finished / "checkpoint-2" and "it is another run's" in again.notes
+    assert again.checkpoint == finished / "checkpoint-2" and "it belongs to another run" in again.notes
 
 
 def test_too_small_a_disk_is_refused_before_training(asked, tmp_path):
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(UserError, match="this run saves about"):
+    with pytest.raises(UserError, match="this run saves at least about"):
         make_room(asked(tmp_path), 2 * free)

@@ -95,7 +95,7 @@ def test_a_row_that_breaks_it_leaves_the_checkpoint_and_goes_on_once_mended(tiny
     watched["examples"].clear()
     mended = train_here(tiny_model, data, tmp_path / "out", *flags)
     assert mended.code == 0, mended.output
-    assert "the data has changed since: the stream goes on at the same rows" in " ".join(mended.output.split())
+    assert "changed since the checkpoint: the stream continues at the same rows" in " ".join(mended.output.split())
     assert len(watched["examples"]) == 6
 
 

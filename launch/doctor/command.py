@@ -1,6 +1,7 @@
-"""`recipes doctor`: whether this machine and the links between its ranks can train.
+"""`recipes doctor`: check whether this machine and the links between its ranks can train.
 
-`python launch doctor` does the same without installing this package: in a job, before the launcher.
+`python launch doctor` runs the same checks without an installed package: in a job, before the
+launcher.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ from recipes.run import hardware
 if TYPE_CHECKING:
     from launch.doctor.machine import Check, Request
 
-TIMEOUT = 240  # seconds: on a cold disk torch alone takes a minute, and late nodes have half of it
+TIMEOUT = 240  # seconds: importing torch from a cold disk takes a minute; half of the time is for late nodes
 _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 
 
 _FLAGS = f"""
 --num_processes N       processes in all, one per GPU [all GPUs; 2 on a CPU]
---nodes N               [those of srun, or 1]
+--nodes N               number of nodes [srun's, or 1]
 --main_process_ip NAME  address of node 0 [MASTER_ADDR]
---main_process_port N   a port that is free there [MASTER_PORT]
---timeout N             seconds for everything [{TIMEOUT}]
---json                  for scripts
+--main_process_port N   a free port on node 0 [MASTER_PORT]
+--timeout N             seconds for all checks together [{TIMEOUT}]
+--json                  print JSON, for scripts
 """
 
 
 def add_parser(commands: Commands) -> None:
-    description = "For several nodes, run it on each of them at the same time."
+    description = "Check whether this machine can train. For several nodes, run it on all of them at the same time."
     parser = commands.add_parser("doctor", description=description)
     parser.takes(examine, _FLAGS, timeout=TIMEOUT)
-    parser.add_argument("--machine_rank", type=whole, help="which of the nodes this is [SLURM_NODEID or NODE_RANK]")
+    parser.add_argument("--machine_rank", type=whole, help="number of this node, from 0 [SLURM_NODEID or NODE_RANK]")
 
 
 def examine(options: argparse.Namespace, rest: list[str]) -> int:
-    """Returns 0, or 1 if a check failed; warnings do not count."""
+    """Print all checks. Return 1 if a check failed, else 0; warnings do not count."""
     request = request_for(hardware.read(), os.environ, options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, no rank may stay behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM, like Ctrl-C, leaves no rank behind
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every terminal is in UTF-8
+        sys.stdout.reconfigure(errors="replace")  # not every terminal prints UTF-8
     checks: list[Check] = []
     for check in _checks(request, checks):
         checks.append(check)
         if not options.json:
-            fix = "".join(f"\n     {text}" for text in check.fix.splitlines())  # ready to be copied
+            fix = "".join(f"\n     {text}" for text in check.fix.splitlines())  # ready to copy
             print(f"{len(checks):2} {_SIGNS[check.status]} {check.title}: {check.found}{fix}", flush=True)
     errors, doubts = (sum(check.status == status for check in checks) for status in ("error", "warning"))
     if options.json:
@@ -66,7 +67,7 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def request_for(machine: hardware.Hardware, environment: Mapping[str, str], options: argparse.Namespace) -> Request:
-    """This machine in the requested world; what is not given, the environment or the GPUs decide.
+    """Return the request for this machine. For a missing flag, the environment or the GPUs decide.
 
     Raises `UserError` for a world that is not possible.
     """
@@ -81,27 +82,27 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
     address = options.main_process_ip or environment.get("MASTER_ADDR", "")
     port = options.main_process_port or _number_in(environment, "MASTER_PORT", default=29400)
     if nodes > 1 and not address:
-        raise mistake("main_process_ip", f"is missing, and {nodes} nodes must find each other", "the address of node 0")
+        raise mistake("main_process_ip", f"is missing, and {nodes} nodes must find each other", "give node 0's address")
     if rank >= nodes:
-        raise mistake("machine_rank", f"{rank} is not the rank of one of {nodes} nodes", f"0 to {nodes - 1}")
+        raise mistake("machine_rank", f"{rank} is not the number of one of {nodes} nodes", f"use 0 to {nodes - 1}")
     processes = options.num_processes or nodes * (len(machine.gpus) or (2 if nodes == 1 else 1))
     if processes % nodes:
         what = f"{plural(processes, 'process')} cannot be divided among {nodes} nodes"
-        raise mistake("num_processes", what, f"{nodes} times the processes of one node")
+        raise mistake("num_processes", what, f"use a multiple of {nodes}")
     return Request(machine, nodes, rank, processes // nodes, address, port, options.timeout)
 
 
 def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
-    """The number in the first of these variables that is set."""
+    """Return the number in the first of these variables that is set, else the default."""
     name = next((name for name in names if environment.get(name)), "")
     if name and not environment[name].isdigit():
-        raise mistake(name, f"{environment[name]!r} is not a whole number", "give the flag instead", "environment")
+        raise mistake(name, f"{environment[name]!r} is not a whole number", "use the flag instead", "environment")
     return int(environment[name]) if name else default
 
 
 def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:
-    """All checks. Each part looks at what `earlier` ones have found."""
-    from launch.doctor import machine, network, remedy  # no other command needs them
+    """Yield all checks. `earlier` holds the checks so far, which the later parts read."""
+    from launch.doctor import machine, network, remedy  # no other command needs these modules
     from launch.doctor.machine import Check
 
     nodes = network.Meeting(request)
@@ -110,4 +111,4 @@ def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:
         yield from network.examine(nodes, earlier)
         yield from remedy.examine(nodes, earlier)
     except OSError as error:
-        yield Check("error", "doctor", f"cannot go on: {error}", "free space in the folder of TMPDIR, and memory")
+        yield Check("error", "doctor", f"cannot go on: {error}", "make room in the folder of TMPDIR and in memory")

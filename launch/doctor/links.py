@@ -1,8 +1,8 @@
-"""One rank of a probe run of `recipes doctor`: real collectives and speeds, and what they show.
+"""One rank of a probe run of `recipes doctor`: run real collectives and judge speeds.
 
-launch/doctor/probe.py starts one such process for each process that would train, and reads its
-notes. A rank that fails, hangs or dies affects nothing outside the probe run. Each stage is a
-function: it returns what it has found, and raises if the run cannot go on.
+launch/doctor/probe.py starts such a process for each process that would train, and reads the notes
+of each. A rank that fails, hangs or dies affects nothing outside the probe run. Each stage is a
+function that returns its finding, and raises if the run cannot go on.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from recipes.planner.speed import link_of
 from recipes.run import Json
 from recipes.run.hardware import Gpu
 
-_FAR_BELOW = 0.25  # of what the link reaches elsewhere
-_SLOW = {"nccl": 1.15, "gloo": 2.0}  # times the median's time; CPU cores are shared with whatever else runs
+_FAR_BELOW = 0.25  # share of the link's usual speed, below which the check warns
+_SLOW = {"nccl": 1.15, "gloo": 2.0}  # times the median time; other programs share the CPU cores
 _NEVER = timedelta(days=1)  # probe.py decides when a wait is too long, because it sees all ranks of the node
 _MIB = 1 << 20
 
 
 class Rank:
-    """This process in the probe run: what probe.py asks of it, and what its stages built."""
+    """This process in the probe run: the request of probe.py, and the objects of its stages."""
 
-    store: dist.TCPStore  # from the stage `rendezvous` on
+    store: dist.TCPStore  # set by the stage `rendezvous`
 
     def __init__(self, folder: str) -> None:
         self.folder, self.asked = folder, processes.request(folder)
@@ -57,13 +57,13 @@ class Rank:
             torch.cuda.synchronize()
 
     def together(self) -> None:
-        """Wait for the other ranks, so that all use the host at the same time."""
+        """Wait for the other ranks, so that all ranks use the host at the same time."""
         if self.size > 1:
             dist.barrier()
         self.wait()
 
     def seconds(self, call: Callable[[], object], rounds: int) -> list[float]:
-        """The time of each round, which all ranks begin together."""
+        """Return the time of each round. All ranks begin a round together."""
         taken = []
         for _ in range(rounds):
             self.together()
@@ -74,7 +74,7 @@ class Rank:
         return taken
 
     def of_all(self, own: Any) -> list[Any]:
-        """The findings of every rank."""
+        """Return the findings of all ranks, by rank."""
         found = [own] * self.size
         if self.size > 1:
             dist.all_gather_object(found, own)
@@ -82,8 +82,8 @@ class Rank:
 
 
 def main(folder: str) -> None:
-    """Run the stages that are asked for, up to the first that fails."""
-    faulthandler.enable()  # a crash in native code leaves its Python lines in the log
+    """Run the requested stages, up to the first stage that fails."""
+    faulthandler.enable()  # a crash in native code writes its Python traceback to the log
     rank = Rank(folder)
     for name in rank.asked["stages"]:
         rank.note(stage=name)
@@ -94,13 +94,13 @@ def main(folder: str) -> None:
             os._exit(1)
         rank.notes["found"][name] = asdict(check) if check else None
     rank.note()
-    os._exit(0)  # a normal exit lets gloo and NCCL wait for ranks that may be gone
+    os._exit(0)  # in a normal exit gloo and NCCL wait for ranks that may be gone
 
 
 def _in_a_line(error: Exception) -> str:
-    """The error without the traces that torch adds: its first line, and its last if that says more.
+    """Return the first and the last line of an error, without the traces that torch adds.
 
-    NCCL's own message is on the last line.
+    The last line holds NCCL's own message.
     """
     text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error).partition("Exception raised from")[0])
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
@@ -111,11 +111,11 @@ def _in_a_line(error: Exception) -> str:
 
 
 def start(rank: Rank) -> Check:
-    """torch is imported. Use the GPU of this rank, or its share of the cores."""
+    """Use the GPU of this rank, or the rank's share of the cores. torch is imported by now."""
     torch.set_num_threads(rank.asked["threads"])
     if not rank.cuda:
         return Check("ok", "gloo", f"from torch {torch.__version__}")
-    torch.cuda.init()  # says why, if this torch and the driver do not go together
+    torch.cuda.init()  # fails with the reason if this torch and the driver do not match
     torch.cuda.set_device(rank.device)
     torch.ones(1, device=rank.device).item()
     return Check("ok", "NCCL", f"{'.'.join(map(str, torch.cuda.nccl.version()))}, from torch {torch.__version__}")
@@ -125,7 +125,7 @@ def start(rank: Rank) -> Check:
 
 
 def rendezvous(rank: Rank) -> Check:
-    """Every rank connects to the store of rank 0, and waits for all others."""
+    """Connect this rank to the store of rank 0, and wait for all other ranks."""
     address, port = rank.asked["address"], rank.asked["port"]
     rank.store = dist.TCPStore(address, port, is_master=rank.rank == 0, wait_for_workers=False, timeout=_NEVER)
     rank.store.add("came", 1)
@@ -135,10 +135,10 @@ def rendezvous(rank: Rank) -> Check:
 
 
 def connection(rank: Rank) -> Check:
-    """Connect every rank to every other, and compare a sum with its known value.
+    """Connect every rank to every other rank, and compare a sum with its known value.
 
-    gloo connects at once, NCCL with the first collective. Small whole numbers: float32 adds them
-    exactly for up to 700 ranks.
+    gloo connects at once, NCCL with the first collective. The numbers are small and whole, so that
+    float32 adds them exactly for up to 700 ranks.
     """
     world = {"store": rank.store, "rank": rank.rank, "world_size": rank.size, "timeout": _NEVER}
     dist.init_process_group(rank.asked["backend"], device_id=rank.device if rank.cuda else None, **world)
@@ -152,7 +152,7 @@ def connection(rank: Rank) -> Check:
 
 
 def bandwidth(rank: Rank) -> Check:
-    """The speed of a large all-reduce beside that of the link, on the slowest rank."""
+    """Compare the speed of a large all-reduce on the slowest rank with the speed of the link."""
     data = torch.ones((256 if rank.cuda else 8) * _MIB // 4, device=rank.device)
 
     def seconds(part: torch.Tensor) -> float:
@@ -162,22 +162,22 @@ def bandwidth(rank: Rank) -> Check:
 
 
 def compared(seconds: float, latency: float, size: int, ranks: int, link: str, speed: float | None) -> Check:
-    """Bus bandwidth of an all-reduce of `size` bytes beside the `speed` of the link.
+    """Compare the bus bandwidth of an all-reduce of `size` bytes with the `speed` of the link.
 
-    It is size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests, doc/PERFORMANCE.md.
-    `latency` is of the smallest all-reduce.
+    Bus bandwidth is size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests,
+    doc/PERFORMANCE.md. `latency` is the time of the smallest all-reduce, in seconds.
     """
     reached = 2 * size * (ranks - 1) / ranks / seconds
     known = numbers(**{"all-reduce": (reached, "bytes/s"), "latency": (latency, "s")})
     text = f"all-reduce {reached / 1e9:,.2f} GB/s over {link}{f' ({speed / 1e9:,.1f} GB/s)' if speed else ''}"
     if speed and reached < _FAR_BELOW * speed:
-        fix = "NCCL_DEBUG=INFO shows which links NCCL uses, `nvidia-smi nvlink -s` whether NVLink is off"
-        return Check("warning", "bandwidth", f"{text}: far below its speed", fix, known)
-    return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for the smallest", numbers=known)
+        fix = "set NCCL_DEBUG=INFO to see which links NCCL uses, run `nvidia-smi nvlink -s` to see if NVLink is off"
+        return Check("warning", "bandwidth", f"{text}: far below the link's speed", fix, known)
+    return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for the smallest one", numbers=known)
 
 
 def _link(rank: Rank) -> tuple[str, float | None]:
-    """The link between the ranks, and the bus bandwidth that it reaches elsewhere, if known."""
+    """Return the link between the ranks, and the bus bandwidth that such links reach, if known."""
     if rank.size > rank.local_size:
         rates = [file.read_text().split()[0] for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
         if rank.cuda and rates:  # "200 Gb/sec (4X HDR)"
@@ -187,13 +187,13 @@ def _link(rank: Rank) -> tuple[str, float | None]:
         return "loopback", None
     gpu = Gpu(catalogue_name(rank.asked["card"]), torch.cuda.get_device_capability(rank.device), 0)
     speed, name = link_of(gpu, rank.size, 1)
-    if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # such a card without a bridge
+    if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # this GPU has no bridge
         return "PCIe", None
     return name or "an unknown link", speed
 
 
 def end(rank: Rank) -> None:
-    """Wait for all ranks. Rank 0 leaves last, because it runs the store of the others."""
+    """Wait for all ranks. Rank 0 leaves last, because it runs the store of all ranks."""
     rank.together()
     rank.store.add("gone", 1)
     while rank.rank == 0 and rank.store.add("gone", 0) < rank.size:
@@ -204,7 +204,7 @@ def end(rank: Rank) -> None:
 
 
 def matmul(rank: Rank) -> Check:
-    """Products of large matrices on each rank, all running at the same time."""
+    """Multiply large matrices on all ranks at the same time."""
     size, rounds, kind = (8192, 10, torch.float16) if rank.cuda else (512, 3, torch.float32)
     if rank.cuda and torch.cuda.get_device_capability(rank.device) >= (8, 0):
         kind = torch.bfloat16
@@ -215,17 +215,17 @@ def matmul(rank: Rank) -> Check:
 
 
 def slowest_rank(seconds: list[float], flops: float, dtype: str, backend: str, local_size: int) -> Check:
-    """The speed of the slowest rank, which is named if it is far behind the others."""
+    """Report the speed of the slowest rank, and name the rank if it is far behind the others."""
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     times = seconds[slowest] / sorted(seconds)[(len(seconds) - 1) // 2]
     reached = flops / seconds[slowest]
     known = numbers(slowest=(reached, "FLOP/s"), of_median=(times, "times"))
-    text = f"{reached / 1e9:,.0f} GFLOP/s in {dtype} on the slowest of {len(seconds)}"
-    text += f", {times:.2f} times the median's time"
+    text = f"{reached / 1e9:,.0f} GFLOP/s in {dtype} on the slowest of {len(seconds)} ranks"
+    text += f", {times:.2f} times the median time"
     if times > _SLOW[backend]:
         node, local_rank = divmod(slowest, local_size)
         look = {"nccl": "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`", "gloo": "`top`"}[backend]
         what = f"rank {slowest}, {'GPU' if backend == 'nccl' else 'process'} {local_rank} of node {node}: {text}"
-        fix = f"every step waits for it: see {look}, and what else runs there"
+        fix = f"check {look} and other programs on its node: every step waits for this rank"
         return Check("warning", "matrices", what, fix, known)
     return Check("ok", "matrices", text, numbers=known)

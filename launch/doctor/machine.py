@@ -1,6 +1,6 @@
 """The request of `recipes doctor`, and its checks of this machine: software, GPUs, memory, disks.
 
-None imports torch.
+No check here imports torch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Numbers = dict[str, dict[str, float | str]]  # by name: a value and its unit
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
+    """One line of the doctor's report.
 
-    `status` is ok, warning or error, `found` the finding, `fix` what to do about it, `numbers`
-    what was measured. After an error that is `fatal`, ranks would only say the same later.
+    `status` is ok, warning or error, `found` the finding, `fix` the action to take, `numbers` the
+    measurements. After a `fatal` error no rank is started, because it would fail for that reason.
     """
 
     status: str
@@ -58,16 +58,16 @@ class Check:
 
 
 def numbers(**values: tuple[float, str]) -> Numbers:
-    """`numbers(free=(8e9, "bytes"))` as a check holds them."""
+    """Return values with their units as a `Check` holds them: `numbers(free=(8e9, "bytes"))`."""
     return {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()}
 
 
 @dataclass(frozen=True)
 class Request:
-    """The machine and the world that it should train in.
+    """The machine, and the world in which it should train.
 
-    Rank 0 of several nodes listens at `address` and `port`. `timeout` is in seconds, for all
-    checks together from `began` on (of time.monotonic()).
+    With several nodes, node 0 listens at `address` and `port`. `timeout` is in seconds, for all
+    checks together, counted from `began` (a value of time.monotonic()).
     """
 
     hardware: Hardware
@@ -93,14 +93,14 @@ class Request:
 
 
 def examine(request: Request) -> Iterator[Check]:
-    """Run the checks in the order they are printed."""
+    """Run the checks in the order in which they are printed."""
     of_gpus = (visible_gpus, driver_of_gpus, gpu_memory)
     own = (limits, host_memory, disk, caches, shared_memory, cores, compiler)
     yield from filter(None, (check(request) for check in (versions, *of_gpus, *own)))
 
 
 def versions(request: Request) -> Check:
-    """The versions of Python and the libraries, compared with those that this package supports."""
+    """Compare the versions of the libraries with the versions that this package supports."""
     try:
         declared = metadata.metadata("accelerate-recipes")
     except metadata.PackageNotFoundError:  # a clone that is not installed
@@ -118,37 +118,37 @@ def versions(request: Request) -> Check:
 
 
 def supported(installed: str | None, wanted: SpecifierSet) -> bool:
-    """True for a vendor's 2.12.0a0+x too, which sorts before 2.12."""
+    """True if the version is wanted: a vendor's 2.12.0a0+x, which sorts before 2.12, is 2.12."""
     return installed is not None and wanted.contains(Version(installed).base_version, prereleases=True)
 
 
 # --- nvidia-smi -----------------------------------------------------------------------------------
 
-_SECONDS = 8  # it never returns when the driver hangs; its first call may take some seconds
+_SECONDS = 8  # nvidia-smi never returns if the driver hangs; the first call may take some seconds
 _CSV = "--format=csv,noheader,nounits"
 
 
 @cache
 def driver() -> tuple[str, str]:
-    """The driver's version, and what is wrong with nvidia-smi. Both are empty without one.
+    """Return the driver's version, and the error of nvidia-smi. Both are empty without nvidia-smi.
 
-    Whoever asks for more asks for this first: one that hangs is asked only once.
+    All other queries call this function first, so that a hanging nvidia-smi is called only once.
     """
     text, problem = _ask("--query-gpu=driver_version", _CSV)
     found = [line.strip() for line in text.splitlines() if re.fullmatch(r"\d+(\.\d+)+", line.strip())]
     if not problem and text.strip() and not found:
-        problem = f"nvidia-smi printed what is not understood: {one_line(text)}"
+        problem = f"nvidia-smi printed no version: {one_line(text)}"
     return found[0] if found else "", problem
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Its output; empty if there is no nvidia-smi, or if it fails."""
+    """Return the output of nvidia-smi; empty if nvidia-smi is missing or fails."""
     return "" if driver()[1] else _ask(*arguments)[0]
 
 
 @cache
 def smi_rows(query: str) -> list[list[str]]:
-    """The cells for all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return the cells of a query for all GPUs, also those that CUDA_VISIBLE_DEVICES hides."""
     lines = [line for line in nvidia_smi(query, _CSV).splitlines() if not line.startswith("WARNING")]
     return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
 
@@ -156,7 +156,7 @@ def smi_rows(query: str) -> list[list[str]]:
 def _ask(*arguments: str) -> tuple[str, str]:
     if shutil.which("nvidia-smi") is None:
         return "", ""
-    with processes.group() as started:  # inside a hanging driver it may survive even SIGKILL
+    with processes.group() as started:  # in a hanging driver nvidia-smi may survive even SIGKILL
         pipe = subprocess.PIPE
         process = subprocess.Popen(["nvidia-smi", *arguments], stdout=pipe, stderr=pipe, start_new_session=True)
         started.append(process)
@@ -179,14 +179,14 @@ def visible_gpus(request: Request) -> Check:
     if visible and listed and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed])
         if invalid is not None:
-            what = f"CUDA sees {len(seen)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is not a GPU, or there twice"
+            what = f"CUDA sees {len(seen)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is not a GPU, or is repeated"
             return Check("error", "GPUs", what, f"use ordinals from 0 to {len(listed) - 1}, each once")
     if not seen and listed and not hidden:
         what = f"nvidia-smi lists {len(listed)}, CUDA finds none"
-        fix = "in a container: --gpus all; else `modprobe nvidia_uvm`, and on NVSwitch machines nvidia-fabricmanager"
+        fix = "run docker with --gpus all; else `modprobe nvidia_uvm`, and with NVSwitch start nvidia-fabricmanager"
         return Check("error", "GPUs", what, fix)
     if not seen:
-        return Check("ok", "GPUs", "none that CUDA sees: training and these checks use the CPU and gloo")
+        return Check("ok", "GPUs", "CUDA sees none: training and these checks use the CPU and gloo")
     words = f"{len(seen)} x {' and '.join(sorted({gpu.name for gpu in seen}))} visible, {needed} requested"
     if needed > len(seen):
         return Check("error", "GPUs", words, f"--num_processes {len(seen) * request.nodes}, or more GPUs", fatal=True)
@@ -194,11 +194,11 @@ def visible_gpus(request: Request) -> Check:
 
 
 def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
-    """The first invalid or repeated entry of CUDA_VISIBLE_DEVICES, None if there is none.
+    """Return the first invalid or repeated entry of CUDA_VISIBLE_DEVICES, None if there is none.
 
-    CUDA silently hides that entry and all after it; after a repeated entry it hides all. Source:
-    the CUDA programming guide, "CUDA environment variables", and `_parse_visible_devices` in
-    torch/cuda/__init__.py.
+    CUDA silently hides an invalid entry and all entries after it; after a repeated entry CUDA hides
+    all. Source: the CUDA programming guide, "CUDA environment variables", and
+    `_parse_visible_devices` in torch/cuda/__init__.py.
     """
     seen: set[str] = set()
     for entry in (word.strip() for word in visible.split(",")):
@@ -214,7 +214,7 @@ def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
 def driver_of_gpus(request: Request) -> Check | None:
     version, problem = driver()
     if problem:
-        fix = "see `dmesg | grep -i nvrm`; reboot if the driver was updated; or another program bears its name "
+        fix = "see `dmesg | grep -i nvrm`; reboot if the driver was updated; check that no other program has its name "
         return Check("error", "driver", problem, f"{fix}(`command -v nvidia-smi`)")
     if not version and request.hardware.cuda:
         return Check("warning", "driver", "unknown, because nvidia-smi is missing", "install nvidia-smi")
@@ -222,7 +222,7 @@ def driver_of_gpus(request: Request) -> Check | None:
 
 
 def gpu_memory(request: Request) -> Check | None:
-    """Free memory, and who else uses a GPU."""
+    """Check the free memory of all GPUs, and list the programs that use a GPU."""
     cells = smi_rows("--query-gpu=index,memory.free,memory.total")
     rows = [list(map(int, row)) for row in cells if all(cell.isdecimal() for cell in row)]  # of a MIG: [N/A]
     others = ", ".join(f"{row[-1]} (pid {row[0]})" for row in smi_rows("--query-compute-apps=pid,process_name"))
@@ -233,13 +233,14 @@ def gpu_memory(request: Request) -> Check | None:
     taken = [f"{total - free:,} of {total:,} MiB of GPU {at}" for at, free, total in rows if free < 0.9 * total]
     if taken or others:
         words = f"taken: {', '.join(taken) or 'little'}{others and f', by {others}'}"
-        return Check("warning", "GPU memory", words, "end what holds it, or use other GPUs", known)
+        return Check("warning", "GPU memory", words, "end the programs that hold it, or use other GPUs", known)
     return Check("ok", "GPU memory", f"{least:,} MiB free on each", numbers=known)
 
 
 # --- Limits and memory ----------------------------------------------------------------------------
 
-# Each with ulimit's flag, what is an error below, what is a warning, ulimit's unit in bytes.
+# Each limit with ulimit's flag, the least value without an error and without a warning, and the
+# bytes in ulimit's unit.
 _LIMITS = (
     (resource.RLIMIT_NOFILE, "n", 64, 1024, 1, "open files: DataLoader workers open one per tensor"),
     (resource.RLIMIT_AS, "v", 8 * _GIB, 64 * _GIB, 1024, "of address space: torch reserves far more than it uses"),
@@ -247,7 +248,7 @@ _LIMITS = (
 
 
 def limits(request: Request) -> Check:
-    """The worst of the limits of `ulimit -a`. The first two can keep a rank from starting."""
+    """Report the first limit that is too low. Limits of `_LIMITS` can keep a rank from starting."""
     for which, flag, too_few, few, unit, what in _LIMITS:
         has, most = resource.getrlimit(which)
         if has != resource.RLIM_INFINITY and has < few:
@@ -255,7 +256,7 @@ def limits(request: Request) -> Check:
             shown = f"{memory_size(has) if unit > 1 else has} {what}"
             fix = f"`ulimit -S -{flag} {'unlimited' if most == resource.RLIM_INFINITY else most // unit}`"
             if most != resource.RLIM_INFINITY and most < few:
-                fix = f"a hard limit above {most // unit}: /etc/security/limits.conf, docker --ulimit"
+                fix = f"set a hard limit above {most // unit}: /etc/security/limits.conf, docker --ulimit"
             return Check(status, "limits", shown, fix, fatal=status == "error")
     locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
@@ -268,10 +269,10 @@ def limits(request: Request) -> Check:
 def host_memory(request: Request) -> Check:
     free, count = psutil.virtual_memory().available, request.processes_per_node
     words, size = f"{memory_size(free)} free for {plural(count, 'process')}", numbers(free=(free, "bytes"))
-    if free < count * _GIB:  # the imports alone take half of it
-        return Check("error", "RAM", words, f"{count} GiB at least: use fewer processes, or request more memory", size)
+    if free < count * _GIB:  # per process: the imports alone take half of it
+        return Check("error", "RAM", words, f"use fewer processes, or request at least {count} GiB of memory", size)
     if free < 4 * count * _GIB:
-        return Check("warning", "RAM", words, "enough for small models only: request more memory for others", size)
+        return Check("warning", "RAM", words, "request more memory, except for small models", size)
     return Check("ok", "RAM", words, numbers=size)
 
 
@@ -279,26 +280,26 @@ def host_memory(request: Request) -> Check:
 
 
 def disk(request: Request) -> Check:
-    """Free space where a run writes by default, and where libraries put temporary files."""
+    """Check the space where a run writes by default, and where libraries put temporary files."""
     try:
         places = [Path.cwd(), Path(tempfile.gettempdir())]
     except FileNotFoundError:
-        return Check("error", "disk", "no folder for temporary files can be written", "TMPDIR with a writable folder")
+        return Check("error", "disk", "no folder for temporary files is writable", "set TMPDIR to a writable folder")
     fix = "make room, or choose a writable --output_dir or TMPDIR on another disk"
-    return _room("disk", places, fix, "a checkpoint takes 12 bytes per parameter: --save_total_limit")
+    return _room("disk", places, fix, "limit the checkpoints (--save_total_limit): each takes 12 bytes per parameter")
 
 
 def caches(request: Request) -> Check:
-    """Hugging Face's folders, which hold models and data sets, or would be made."""
+    """Check the free space in Hugging Face's folders for models and data sets, missing ones too."""
     names = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
     places = [hf_home(os.environ).absolute(), *(Path(os.environ[name]) for name in names if os.environ.get(name))]
-    fix = f"export HF_HOME=FOLDER with a writable folder that has room (also {' and '.join(names)}, if they are set)"
-    return _room("HF_HOME", places, fix, "a model of 7B takes 15 GB")
+    fix = f"export HF_HOME=FOLDER with a writable folder that has space (also {' and '.join(names)}, if they are set)"
+    return _room("HF_HOME", places, fix, "make room: a model of 7B parameters takes 15 GB")
 
 
 def _room(title: str, places: list[Path], fix: str, advice: str) -> Check:
-    """The free space of these folders, or of those around them if they are missing; an error if one
-    cannot be written to.
+    """Report the free space of these folders, or of their parents if they are missing. A folder
+    that cannot be written is an error.
     """
     free = {}
     for place in dict.fromkeys(places):
@@ -318,13 +319,13 @@ def _room(title: str, places: list[Path], fix: str, advice: str) -> Check:
 
 
 ENLARGE = (
-    "docker --shm-size=16g; Azure ML shm_size: 16g; else `mount -o remount,size=16g /dev/shm`, or free space there"
+    "docker --shm-size=16g; Azure ML shm_size: 16g; else `mount -o remount,size=16g /dev/shm`, or delete files there"
 )
 
 
 def shared_memory(request: Request) -> Check | None:
-    """An error where a batch cannot pass. By default Docker gives a container 64 MiB, Azure ML a
-    job 2 GiB: enough for small batches only.
+    """Check the free space of /dev/shm. The defaults are enough for small batches only: 64 MiB in
+    Docker containers, 2 GiB in Azure ML jobs.
     """
     if sys.platform != "linux":
         return None
@@ -349,15 +350,15 @@ def shared_memory(request: Request) -> Check | None:
 
 def cores(request: Request) -> Check:
     count, has = request.processes_per_node, request.hardware.cores
-    status, fix = ("warning", "--cpus-per-task, docker --cpus, or fewer processes") if has < count else ("ok", "")
+    status, fix = ("warning", "use --cpus-per-task, docker --cpus, or fewer processes") if has < count else ("ok", "")
     return Check(status, "CPU cores", f"{has} for {plural(count, 'process')}", fix)
 
 
 def compiler(request: Request) -> Check | None:
-    """DeepSpeed builds the CPU's Adam with it, for the offload of `memory`."""
+    """Find the C++ compiler with which DeepSpeed builds its CPU Adam, for the recipe `memory`."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     if found := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"):
         return Check("ok", "compiler", found)
     what = "missing: a C++ compiler, with which DeepSpeed builds its Adam for offload (recipe memory)"
-    return Check("warning", "compiler", what, "apt install g++ python3-dev, or another; then see `ds_report`")
+    return Check("warning", "compiler", what, "apt install g++ python3-dev, or another compiler; then see `ds_report`")

@@ -1,7 +1,7 @@
-"""The network before any rank: the loopback, and the meeting of several nodes.
+"""The checks of the network before any rank starts: the loopback, and the meeting of several nodes.
 
-TCP as gloo and NCCL use it: small packets are not enough, and a connection to one port says nothing
-of another.
+They use TCP as gloo and NCCL do: small packets are not enough, and a connection to one port proves
+nothing about other ports.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from launch.host.processes import free_port
 from launch.terminal import plural
 from recipes.run import Json
 
-_SECONDS = 1.0  # without an answer, on a link that answers within milliseconds
-_LARGE = 1 << 18  # bytes: some hundred packets of any size
+_SECONDS = 1.0  # to wait for an answer that normally takes milliseconds
+_LARGE = 1 << 18  # bytes: more than a hundred packets of 1500 bytes
 _SAMPLES = 16  # ports
 _LOOPBACK = "127.0.0.1"
-_JOINING = 0.5  # of the whole time is left for late nodes
-_ANSWER_SECONDS = 10  # for a node that is there
+_JOINING = 0.5  # share of --timeout that is left for late nodes
+_ANSWER_SECONDS = 10  # to wait for the answer of a node that is there
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
-    """The loopback and, of several nodes, whether they reach each other."""
+    """Check the loopback and, with several nodes, whether they reach each other."""
     if not any(check.fatal for check in earlier):
         yield loopback()
     if meeting.request.nodes > 1:
@@ -42,7 +42,7 @@ def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
 
 def loopback() -> Check:
     device = next((name for name in psutil.net_if_stats() if name in ("lo", "lo0")), "lo")
-    fix = f"`ip link set {device} up; ip addr replace {_LOOPBACK}/8 dev {device}`, or a sandbox that allows it"
+    fix = f"`ip link set {device} up; ip addr replace {_LOOPBACK}/8 dev {device}`, or allow loopback in the sandbox"
     state = psutil.net_if_stats().get(device)
     if state is not None and not state.isup:
         return Check("error", "loopback", f"{device} is down", fix, fatal=True)
@@ -56,14 +56,14 @@ def loopback() -> Check:
 
 
 def interfaces() -> dict[str, str]:
-    """Names and IPv4 addresses of the network interfaces that are up."""
+    """Return the IPv4 addresses of the network interfaces that are up, by name."""
     found = [(name, one) for name, addresses in psutil.net_if_addrs().items() for one in reversed(addresses)]
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {name: one.address for name, one in found if name in up and one.family == socket.AF_INET}
 
 
 def own_interface(request: Request) -> tuple[str, str]:
-    """The address of this node on its way to node 0, and the interface with it; "" if unknown.
+    """Return the address of this node on its way to node 0, and its interface; "" if unknown.
 
     Connecting a UDP socket sends no packet.
     """
@@ -74,14 +74,14 @@ def own_interface(request: Request) -> tuple[str, str]:
     return "", ""
 
 
-# --- What passes ----------------------------------------------------------------------------------
+# --- Ports and packets ----------------------------------------------------------------------------
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Listens from its start on, and answers each connection in a thread."""
+    """A server that listens from its creation on, and answers each connection in a thread."""
 
     allow_reuse_address = daemon_threads = True
-    request_queue_size = 1024  # nodes may come at once
+    request_queue_size = 1024  # all nodes may connect at once
 
     def __enter__(self) -> _Server:
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -103,7 +103,7 @@ class _Receive(socketserver.StreamRequestHandler):
 def _listening(address: str) -> Iterator[list[int]]:
     """Listen on ports such as the system gives to gloo and NCCL. Raises OSError about the address.
 
-    Each answers what has sent _LARGE bytes.
+    Each port answers a client that has sent _LARGE bytes.
     """
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(_Server((address, 0), _Receive)) for _ in range(_SAMPLES)]
@@ -111,7 +111,7 @@ def _listening(address: str) -> Iterator[list[int]]:
 
 
 def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
-    """The ports or packets that do not reach another address, and the fix; None if all arrive."""
+    """Return the ports or packets that do not reach an address, and the fix; None if all arrive."""
     with ThreadPoolExecutor(len(ports)) as pool:
         silent = list(filter(None, pool.map(lambda port: not _answers(address, port) and port, ports)))
     if silent:
@@ -120,14 +120,14 @@ def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | 
         what = f"{len(silent)} of {len(ports)} ports of {address} do not answer within {_SECONDS:.0f} s, from "
         what += f"{silent[0]} to {silent[-1]}: filtered"
         return what, f"open TCP ports {first} to {last} in the firewall (iptables -I INPUT -i {device} -j ACCEPT)"
-    if _answers(address, ports[0], bytes(_LARGE)) or _answers(address, ports[0], bytes(_LARGE)):  # late once: busy
+    if _answers(address, ports[0], bytes(_LARGE)) or _answers(address, ports[0], bytes(_LARGE)):  # retry if busy
         return None
-    fix = f"`ip link set dev {device} mtu 1400`, or mend what drops them (a tunnel, a VLAN)"
+    fix = f"`ip link set dev {device} mtu 1400`, or repair the tunnel or VLAN that drops large packets"
     return f"large packets are lost on {device}", fix
 
 
 def _answers(address: str, port: int, content: bytes = b"") -> bool:
-    """True if the port takes a connection, and if it says that all of the content has arrived."""
+    """True if the port takes a connection, and confirms that all of the content has arrived."""
     try:
         with socket.create_connection((address, port), _SECONDS) as sender:
             sender.sendall(content)
@@ -140,21 +140,22 @@ def _answers(address: str, port: int, content: bytes = b"") -> bool:
 
 
 class Meeting:
-    """The doctors of all nodes, which say something to each other before and after a probe run.
+    """The doctors of all nodes, which exchange messages before and after a probe run.
 
-    Node 0 hears them, and answers each with what all say. `port`: its own, for the next probe run.
+    Node 0 receives a message from each node, and answers with the messages of all. `port` is a free
+    port of node 0, for the next probe run.
     """
 
     def __init__(self, request: Request) -> None:
         self.request, self.port, self.round = request, free_port(), 0
-        self.changed = threading.Condition()  # of what node 0 has heard:
-        self.heard: dict[int, list[Json | None]] = {}  # in each round
-        self.closed = 0  # the last round for which it waits no longer
+        self.changed = threading.Condition()  # guards the messages to node 0:
+        self.heard: dict[int, list[Json | None]] = {}  # by round, then by node
+        self.closed = 0  # the last round that is over
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
-        """The answers of all nodes, by number; None for a node that does not answer in time.
+        """Return the messages of all nodes by number, None for a node that does not answer in time.
 
-        `seconds`: how much longer than this node another one may take.
+        `seconds` is how much longer than this node another node may take.
         """
         try:
             return self.say(seconds + _ANSWER_SECONDS, own)
@@ -162,7 +163,7 @@ class Meeting:
             return [own if node == self.request.machine_rank else None for node in range(self.request.nodes)]
 
     def say(self, seconds: float, own: Json) -> list[Json | None]:
-        """As `exchange`. Raises OSError if node 0 cannot be reached."""
+        """Do as `exchange`, but raise OSError if node 0 cannot be reached."""
         self.round += 1
         node, own = self.request.machine_rank, {"port": free_port(), **own}
         said = self._ask(own, seconds) if node else self.hear(node, self.round, own, seconds)
@@ -170,12 +171,12 @@ class Meeting:
         return said
 
     def listen(self) -> None:
-        """On node 0, from now on. Raises OSError if it cannot, or if others would not find it."""
+        """Listen on node 0 from now on. Raises OSError if that fails, or if no node can find it."""
         meeting = self
 
         class Hear(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # another program or node
+                with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a message from another program
                     said = meeting.hear(**json.loads(self.rfile.readline()))
                     self.wfile.write(json.dumps(said).encode() + b"\n")
 
@@ -184,9 +185,9 @@ class Meeting:
             raise OSError(errno.EADDRNOTAVAIL, "it is an address of another machine")
 
     def hear(self, node: int, turn: int, own: Json, seconds: float | None = None) -> list[Json | None]:
-        """On node 0: what all nodes say in this round, for one that says something.
+        """On node 0, add the message of a node to a round, and return the messages of all nodes.
 
-        The round is over for all of them when node 0, which alone has `seconds`, waits no longer.
+        Only node 0 has `seconds`. The round is over for all nodes when node 0 waits no longer.
         """
         with self.changed:
             said = self.heard.setdefault(turn, [None] * self.request.nodes)
@@ -199,7 +200,7 @@ class Meeting:
             return said
 
     def _ask(self, own: Json, seconds: float) -> list[Json | None]:
-        """On another node: say it to node 0 as soon as that listens, and wait for what all say."""
+        """Send a message to node 0 as soon as it listens, and return the messages of all nodes."""
         request, until = self.request, time.monotonic() + seconds
         line = json.dumps({"node": request.machine_rank, "turn": self.round, "own": own}).encode()
         while True:
@@ -216,13 +217,13 @@ class Meeting:
 
 
 def gathered(meeting: Meeting, fatal: bool) -> Check:
-    """Wait for all nodes, and try their links. `fatal`: this one cannot start ranks."""
+    """Wait for all nodes, and try their links. `fatal`: this node cannot start ranks."""
     request = meeting.request
     try:
         wrong = _met(meeting, fatal)
     except socket.gaierror:
-        fix = "--main_process_ip with a name that every node resolves, or node 0's address in numbers"
-        wrong = f"{request.address} is not resolved here", fix
+        fix = "use --main_process_ip with a name that every node resolves, or with the IP address of node 0"
+        wrong = f"{request.address} is not resolved on this node", fix
     except OSError as error:
         wrong = _not_met(request, error)
     if wrong:
@@ -232,7 +233,7 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
 
 
 def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
-    """What keeps the nodes from training together, and its fix. Each tries its link to the next."""
+    """Return what keeps the nodes apart, and the fix. Each node tries its link to the next node."""
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
     socket.getaddrinfo(request.address, None, family=socket.AF_INET)
     if request.machine_rank == 0:
@@ -243,8 +244,8 @@ def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
         absent, nodes = [node for node, one in enumerate(said) if not one], [one for one in said if one]
         if absent:
             fix = f"run the doctor on {_named(absent)} at the same time, with its --machine_rank"
-            fix += f", and see whether it reaches {request.address}:{request.port} (a firewall?)"
-            return f"{_named(absent)} did not come within {seconds:.0f} s", fix
+            fix += f", and check that it reaches {request.address}:{request.port} (a firewall?)"
+            return f"{_named(absent)} did not join within {seconds:.0f} s", fix
         failed = [node for node, one in enumerate(nodes) if one["fatal"] and node != request.machine_rank]
         if failed or fatal:
             return failed_elsewhere(failed) if failed else None
@@ -252,7 +253,7 @@ def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
         found = meeting.say(_ANSWER_SECONDS, {"lost": _lost(after["address"], after["ports"], device)})
     for node, one in enumerate(found):
         if one is None:
-            return f"node {node} went away while its link was tried", "run `recipes doctor` on every node again"
+            return f"node {node} stopped answering while its link was tried", "run `recipes doctor` on every node again"
         if one["lost"]:
             what, fix = one["lost"]
             return f"from node {node} to node {(node + 1) % request.nodes}: {what}", fix
@@ -260,7 +261,7 @@ def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
 
 
 def failed_elsewhere(nodes: list[int]) -> tuple[str, str]:
-    """What to say where other nodes have failed a check, and the fix."""
+    """Return the finding for other nodes that failed a check, and the fix."""
     return f"{_named(nodes)} failed a check", f"run `recipes doctor` on {_named(nodes)}"
 
 
@@ -272,11 +273,11 @@ def _not_met(request: Request, error: OSError) -> tuple[str, str]:
     where = f"{request.address}:{request.port}"
     if request.machine_rank:
         what = f"node 0 at {where} did not answer within {request.timeout * _JOINING:.0f} s"
-        fix = "run the doctor on node 0 at the same time, with its address as --main_process_ip, and see what it says"
-        return what, f"{fix} there; its firewall must let {where} through"
+        fix = "run the doctor on node 0 at the same time, with its address as --main_process_ip, and read its checks"
+        return what, f"{fix}; node 0's firewall must let {where} through"
     if error.errno == errno.EADDRNOTAVAIL:
         own = ", ".join(f"{one} ({name})" for name, one in interfaces().items() if name != "lo")
-        what = f"{request.address} does not lead to this node, node 0, whose addresses are {own or 'unknown'}"
-        return what, "--main_process_ip with an address of node 0, on every node; or another --machine_rank here"
+        what = f"{request.address} does not lead to this node, which is node 0: its addresses are {own or 'unknown'}"
+        return what, "use --main_process_ip with an address of node 0 on every node, or another --machine_rank here"
     what = f"node 0 cannot listen on port {request.port}: {error.strerror}"
-    return what, f"--main_process_port {free_port()} on every node, or end what uses it"
+    return what, f"use --main_process_port {free_port()} on every node, or end the program that uses the port"

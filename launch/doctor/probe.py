@@ -1,4 +1,4 @@
-"""The probe run of `recipes doctor`: start the ranks of this node, and read why one failed."""
+"""The probe run of `recipes doctor`: start the ranks of this node, and find out why one failed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ OF_LINKS = ("connection", "bandwidth", "end")
 STAGES = ("start", "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
 OF_ONE = ("start", *_SPEEDS)  # for a single process, which communicates with no other
 _GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
-# A collective hangs after this share of the time, or so many seconds. A cold disk, a late node or a
-# busy CPU may delay the other stages, which have all of it.
+# A collective hangs after this share of --timeout, or after so many seconds if they are fewer. The
+# other stages have all of --timeout: a cold disk, a late node or a busy CPU may delay them.
 _OF_TIMEOUT, _COLLECTIVE_SECONDS = 1 / 6, 20
-_LOOK = "run it again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
+_LOOK = "run the doctor again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _FIXES = {
-    "start": "an environment in which torch works, built for the driver's CUDA: https://pytorch.org/get-started/locally",
+    "start": "install a torch that works here, built for the driver's CUDA: https://pytorch.org/get-started/locally",
     "rendezvous": "use an address of node 0 for --main_process_ip that every node can reach",
 }
 
 
 @dataclass(frozen=True)
 class StageFailure:
-    """Why a probe run failed: the stage, what happened in it, and what to do.
+    """The failure of a probe run: the stage, what happened in the stage, and the fix.
 
-    `by_signal` if something killed a rank from outside. `by_another`: it only says that
-    another rank is lost.
+    `by_signal` is True if something killed a rank from outside. `by_another` is True if the error
+    only reports that another rank is lost.
     """
 
     stage: str
@@ -49,10 +49,10 @@ class StageFailure:
 
 @dataclass
 class Report:
-    """What one rank has noted: its stage, what it has found, and how it ended.
+    """The notes of one rank: its stage, its findings, and how it ended.
 
-    `code` is its exit code, None if it had to be killed. `error` is noted at `failed_at`, in
-    seconds since 1970, or else read from its log.
+    `code` is the exit code, None if the rank had to be killed. The rank noted `error` at
+    `failed_at` (seconds since 1970), or else `error` comes from the rank's log.
     """
 
     rank: int
@@ -66,9 +66,9 @@ class Report:
 def probe_run(
     request: Request, stages: tuple[str, ...], port: int, chosen: Iterable[tuple[str, str]] = ()
 ) -> tuple[list[Check], StageFailure | None]:
-    """Start the ranks of this node, wait until they end or hang, and leave none of them behind.
+    """Start the ranks of this node, wait until they end or hang, and leave no rank behind.
 
-    Rank 0 listens on `port`. `chosen` are variables that are set for the ranks.
+    Rank 0 listens on `port`. `chosen` are environment variables for the ranks.
     """
     first = request.machine_rank * request.processes_per_node
     of_all = {
@@ -94,7 +94,7 @@ def probe_run(
 
 
 def _wait(ranks: list[processes.Child], request: Request) -> bool:
-    """Return when all ranks have ended, or none gets any further; False if the time is up before.
+    """Return when all ranks have ended, or none gets any further; False if --timeout is over first.
 
     After the first failure the other ranks have a moment to report their errors.
     """
@@ -115,15 +115,15 @@ def _wait(ranks: list[processes.Child], request: Request) -> bool:
 
 
 def patience(request: Request, stage: str) -> float:
-    """Seconds after which a stage hangs."""
+    """Return the seconds after which a stage counts as hanging."""
     return min(_COLLECTIVE_SECONDS, request.timeout * _OF_TIMEOUT) if stage in OF_LINKS else request.timeout
 
 
-# --- What went wrong ------------------------------------------------------------------------------
+# --- Failures -------------------------------------------------------------------------------------
 
 
 def failure_in(request: Request, reports: list[Report], in_time: bool = True) -> StageFailure | None:
-    """What went wrong first in a probe run, None if every rank ended well."""
+    """Return the first failure of a probe run, None if every rank ended well."""
     killed = [report for report in reports if report.code is not None and report.code < 0]
     failed = [report for report in reports if report.code]
     if killed:
@@ -140,24 +140,24 @@ def failure_in(request: Request, reports: list[Report], in_time: bool = True) ->
 def _killed(report: Report) -> StageFailure:
     code = report.code or 0
     what = f"rank {report.rank} was {processes.how_it_ended(code)}"
-    fix = f"a fault in native code, torch's or a library's: reinstall torch, or {_LOOK}"
+    fix = f"reinstall torch, if native code of torch or of a library is at fault; or {_LOOK}"
     if code == -signal.SIGKILL:
         fix = "find what kills processes here: the kernel for lack of memory, which `dmesg` shows, a limit "
         fix += "(`ulimit -a`), the scheduler or container, another user"
     elif code == -signal.SIGBUS:
-        fix = f"usually /dev/shm is full. {ENLARGE}"
+        fix = f"enlarge /dev/shm, which is full in most such cases: {ENLARGE}"
     return StageFailure(report.stage, what, fix, by_signal=code == -signal.SIGKILL)
 
 
 def _hung(request: Request, reports: list[Report], in_time: bool) -> StageFailure:
-    """A rank that is behind the others hangs, or else all do."""
+    """Describe which rank hangs: the one that is behind the others, or else all ranks."""
     one = min(reports, key=lambda report: STAGES.index(report.stage))
     if not in_time:
-        what = f"the {request.timeout} s of --timeout were over before rank {one.rank} was done; nothing has failed"
+        what = f"the {request.timeout} s of --timeout were over before rank {one.rank} had finished; nothing has failed"
         return StageFailure(one.stage, what, f"--timeout {4 * request.timeout}: a cold disk or a busy machine is slow")
     seconds = patience(request, one.stage)
     waited = ", ".join(f"rank {report.rank}" for report in reports if report.stage != one.stage)
-    what = f"every rank of this node hangs: none gets further, within {seconds:.0f} s at most"
+    what = f"every rank of this node hangs: none made progress within {seconds:.0f} s"
     if waited:
         what = f"rank {one.rank} did not finish within {seconds:.0f} s; {waited} waited for it"
     return StageFailure(one.stage, what, _LOOK)

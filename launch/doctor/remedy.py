@@ -1,7 +1,7 @@
-"""What `recipes doctor` tries after a failure between ranks: the same again, then known switches.
+"""The attempts of `recipes doctor` after a failure between ranks: a repeat, then known switches.
 
-The first set of switches that works is the fix, if without it the ranks fail again. It never sets
-one for a training. All nodes try the same at the same time.
+The first set of switches that works is the fix, if the ranks fail again without the set. The doctor
+never sets a switch for a training. All nodes try the same set at the same time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launch.doctor.machine import Check, Request
 from launch.doctor.network import Meeting, failed_elsewhere, interfaces, own_interface
 from launch.doctor.probe import OF_LINKS, OF_ONE, STAGES, StageFailure, probe_run
 
-_LATER = 5  # seconds that another node's probe run may end after this one's, beside --timeout
+_LATER = 5  # seconds by which another node's probe run may end later, in addition to --timeout
 Switches = tuple[tuple[str, str], ...]  # variables and their values
 
 # Names: NVIDIA's NCCL documentation, "Environment Variables"; torch.distributed's, "Choosing the
@@ -33,9 +33,9 @@ _INTERFACE = "nothing if this is the fastest network of the node; other networks
 
 
 def switch_sets(request: Request) -> list[Switches]:
-    """The sets to try: those that have helped somebody, what costs least first.
+    """Return the sets of switches that have helped somebody, the cheapest first.
 
-    Of the networks over several nodes only the one that leads to node 0, so that all try as many.
+    With several nodes only the network to node 0 is tried, so that all nodes try as many sets.
     """
     names = sorted(interfaces(), key=lambda name: name == "lo")
     if request.nodes > 1:
@@ -43,14 +43,14 @@ def switch_sets(request: Request) -> list[Switches]:
     sockets: list[Switches] = [((f"{request.backend.upper()}_SOCKET_IFNAME", name),) for name in names]
     if request.backend == "gloo":
         return sockets
-    # github.com/NVIDIA/nccl-tests/issues/216: eight H100s hung, and only this one helped.
+    # github.com/NVIDIA/nccl-tests/issues/216: eight H100s hung, and only this switch helped.
     first: list[Switches] = [(_NVLS,)] if request.hardware.capability >= (9, 0) else []
     infiniband: list[Switches] = [(_IB,)] if request.nodes > 1 or Path("/sys/class/infiniband").is_dir() else []
     return [*first, (_P2P,), *infiniband, *sockets, (_P2P, _SHM, _IB)]
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
-    """The checks that need ranks, unless an earlier one says that none can start."""
+    """Yield the checks that need ranks, unless an earlier check shows that no rank can start."""
     request, attempts = meeting.request, _Attempts(meeting)
     if any(check.fatal for check in earlier):
         return
@@ -65,21 +65,21 @@ def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
 
 @dataclass
 class _Attempts:
-    """Further probe runs, as many as the time allows. `failed`: other nodes with a failed check."""
+    """Further probe runs, as many as the time allows. `failed` holds nodes with a failed check."""
 
     meeting: Meeting
     stages: tuple[str, ...] = ()
     failed: list[int] = field(default_factory=list)
 
     def worst(self, own: StageFailure | None, failed: bool = False) -> StageFailure | None:
-        """The failure of this node or another that explains the others, None if there is none.
+        """Return the failure of any node that explains the others, None if there is no failure.
 
-        First a rank that was ended, then the earliest stage.
+        A rank that was killed from outside comes first, then the earliest stage.
         """
         this, later = self.meeting.request.machine_rank, max(0.0, self.meeting.request.seconds_left) + _LATER
         said = self.meeting.exchange(later, failure=own and asdict(own), failed=failed)
         self.failed = [node for node, one in enumerate(said) if one and one["failed"] and node != this]
-        gone = StageFailure("rendezvous", "does not answer any more", "see what the doctor says there", by_another=True)
+        gone = StageFailure("rendezvous", "stopped answering", "read what the doctor prints there", by_another=True)
         failures = [
             (node, StageFailure(**one["failure"]) if one else gone)
             for node, one in enumerate(said)
@@ -93,7 +93,7 @@ class _Attempts:
         return worst if node == this else replace(worst, what=f"on node {node}: {worst.what}")
 
     def run(self, words: str, chosen: Switches = ()) -> StageFailure | None:
-        """One more probe run, with what is set for it in words for the user."""
+        """Print `words` for the user, and make one more probe run with the `chosen` switches."""
         print(f"   {words}", file=sys.stderr, flush=True)
         return self.worst(probe_run(self.meeting.request, self.stages, self.meeting.port, chosen)[1])
 
@@ -101,29 +101,29 @@ class _Attempts:
         request = self.meeting.request
         if request.seconds_left <= 0 or not (first.stage in OF_LINKS or first.by_signal):
             return first.check()
-        # What was measured before the failure is left out, if it did not fail itself.
+        # Measurements are left out, unless they failed.
         needed = {"start", "rendezvous", "connection", "end", first.stage}
         self.stages = tuple(stage for stage in (STAGES if request.processes > 1 else OF_ONE) if stage in needed)
-        again = self.run("trying the same again")
+        again = self.run("trying the same run again")
         if again is None:
-            fix = "run it again some times: what fails now and then will end a training too; `dmesg` may show why"
+            fix = "run the doctor again several times: a rare failure will end a training too; `dmesg` may show why"
             return replace(first, what=f"failed once of two: {first.what}").check(fix)
         if request.seconds_left <= 0:
             return first.check(f"{first.fix}; --timeout {4 * request.timeout} leaves time to try switches")
         return again.check(self.remedy(again.fix) if again.stage in OF_LINKS and not again.by_signal else "")
 
     def remedy(self, cause: str) -> str:
-        """`export` lines with which the ranks communicate, or the reason why there are none."""
+        """Return `export` lines with which the ranks communicate, or the reason why none helps."""
         request, tried, sets = self.meeting.request, 0, switch_sets(self.meeting.request)
         while tried < len(sets) and request.seconds_left > 0:
             switches, tried = sets[tried], tried + 1
             if self.run(f"trying {' '.join(map('='.join, switches))} ({tried} of at most {len(sets)})", switches):
                 continue
-            if request.seconds_left > 0 and self.run("trying without it once more") is None:
-                return f"it fails now and then, with or without a switch: no switch is the fix; {cause}"
+            if request.seconds_left > 0 and self.run("trying without the switches once more") is None:
+                return f"the ranks fail now and then, with or without a switch: no switch is the fix; {cause}"
             chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
             now = f" (now: {' '.join(map('='.join, chosen.items()))})" if chosen else ""
             lines = [f"export {name}={value}  # costs: {_COSTS.get(name, _INTERFACE)}" for name, value in switches]
-            return "\n".join([f"with this in the launcher's environment{now} the ranks can communicate:", *lines])
+            return "\n".join([f"add this to the launcher's environment{now} to let the ranks communicate:", *lines])
         ended = "" if request.seconds_left > 0 else f", and the time is up (--timeout {4 * request.timeout})"
         return f"none of the {tried} sets of switches helped{ended}; {cause}"

@@ -29,7 +29,7 @@ _STYLE: Any = {
     "legend.fontsize": 9,
     "text.parse_math": False,  # a dollar sign in a name is not a formula
 }
-# Two lists of different length, so that no two of many lines share both.
+# The lengths of the two lists differ, so that no two of many lines share colour and marker.
 _COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PART_COLOURS = dict(zip(PARTS, (YELLOW, SKY, BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY), strict=True))
@@ -38,12 +38,12 @@ _WIDE = 8  # from this ratio of world sizes on, powers of two do not fit on a li
 
 
 def installed() -> bool:
-    """True if matplotlib, the extra `plot`, is installed."""
+    """True if matplotlib is installed, which the extra `plot` installs."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 class Line(NamedTuple):
-    """A series with its label, colour and marker, the same in every picture."""
+    """A series with its label, colour and marker, which are the same in every picture."""
 
     series: Series
     label: str
@@ -57,17 +57,17 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in each format, and how to read it."""
+    """A picture in each format, with a caption that explains how to read the picture."""
 
-    kind: str  # the end of its file's name
+    kind: str  # the end of the picture's file name
     caption: str
     files: dict[str, bytes]  # by format; always with png, which the page shows
 
 
 def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> list[Picture]:
-    """Those pictures of the training `name` that its series have numbers for.
+    """Draw the pictures of the training `name` for which its series have numbers.
 
-    Raises `UserError` if matplotlib is not installed.
+    Needs matplotlib: `installed` tells whether it is there.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -102,11 +102,11 @@ def _saved(figure: Figure, form: str) -> bytes:
     return stream.getvalue()
 
 
-# --- What the pictures share ---------------------------------------------------------------------
+# --- Parts of several pictures -------------------------------------------------------------------
 
 
 def _legend(figure: Figure) -> None:
-    """Below the axes, so that it hides nothing. Each label once, what all lines share last."""
+    """Draw the legend below the axes, where it hides nothing: each label once, common ones last."""
     found: dict[str, Any] = {}
     for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
         found.setdefault(label, handle)
@@ -118,7 +118,7 @@ def _legend(figure: Figure) -> None:
 
 
 def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread | None]) -> None:
-    """Medians with their quartiles, and a cross on negative scaling."""
+    """Draw medians with their quartiles, and a cross on each size with negative scaling."""
     for line in lines:
         found = [(size, spread) for size in line.sizes if (spread := of_size(size))]
         worlds = [size.num_processes for size, _ in found]
@@ -136,7 +136,7 @@ def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread 
 
 
 def _process_axis(axes: Axes, lines: Sequence[Line], from_zero: bool = True) -> None:
-    """Ticks at the measured world sizes."""
+    """Set the ticks at the measured world sizes."""
     worlds = sorted({size.num_processes for line in lines for size in line.sizes})
     if worlds[-1] / worlds[0] > _WIDE:
         axes.set_xscale("log", base=2)
@@ -149,7 +149,7 @@ def _process_axis(axes: Axes, lines: Sequence[Line], from_zero: bool = True) -> 
 
 
 def _dots(axes: Axes, line: Line, of_row: Callable[[Timing], float | None]) -> None:
-    """A dot for each row."""
+    """Draw a dot for each row that has a value."""
     found = [(row.num_processes, value) for row in line.series.rows if (value := of_row(row)) is not None]
     axes.plot(*zip(*found, strict=True), ".", color=line.colour, markersize=5, alpha=0.8, zorder=3)
 
@@ -185,7 +185,7 @@ def _draw_speedup(figure: Figure, lines: Sequence[Line]) -> None:
 
 
 def _bands(axes: Axes) -> None:
-    """The bands of efficiency as shades, named beside the right edge."""
+    """Draw the bands of efficiency as shades, with their names beside the right edge."""
     from matplotlib.ticker import PercentFormatter
 
     top = max(1.12, 1.05 * axes.dataLim.y1)
@@ -224,7 +224,7 @@ def _draw_step_times(figure: Figure, lines: Sequence[Line]) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for place, end in zip(places, left, strict=True):
         axes.text(end, place, f" {end:.4g}", va="center", fontsize=9)
-    axes.use_sticky_edges = False  # a part of no length would end the axis at its bar
+    axes.use_sticky_edges = False  # else a part of zero length ends the axis at its bar
     axes.margins(x=0.1)
     axes.set_xlim(left=0)
     axes.set_yticks(places, [f"{line.label}, {size.num_processes}" for line, size in bars])
@@ -240,7 +240,7 @@ class _Kind(NamedTuple):
     draw: Callable[[Figure, Sequence[Line]], None]
 
 
-_CROSS = "A cross is slower than a smaller world."
+_CROSS = "A cross marks a world size that is slower than a smaller one."
 _KINDS = {
     "epoch_time_detailed": _Kind(
         "measured time",
@@ -257,13 +257,13 @@ _KINDS = {
     ),
     "accuracy": _Kind(
         "accuracy",
-        "Dots: rows of timings; markers: the best at each size.",
+        "Dots: rows of timings; markers: the best at each world size.",
         lambda series: any(size.accuracy is not None for size in series.sizes),
         _draw_accuracy,
     ),
     "step_time": _Kind(
         "parts of a step",
-        "Medians of the parts of an optimizer step, and their sum; communication is the part that the step waits for.",
+        "Medians of the parts of an optimizer step, and their sum; communication counts only while a step waits.",
         lambda series: any(size.typical.parts for size in series.sizes),
         _draw_step_times,
     ),

@@ -1,6 +1,6 @@
-"""`recipes scale report`: pictures, tables, a text and a page from timings that exist already.
+"""`recipes scale report`: pictures, tables, a text and a page from existing timings.
 
-Sentences and tables have one order for the terminal, the text and the page.
+Sentences and tables have the same order on the terminal, in the text and on the page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recipes.scaling.timings import PARTS, Timing
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-_WIDTH = 110  # of the text's lines
+_WIDTH = 110  # characters in a line of the text
 _NO_PICTURES = "No pictures: matplotlib is not installed (pip install matplotlib)."
 _STEM = 40  # characters: in any script, a file name stays below the 255 bytes that most file systems allow
 
@@ -44,8 +44,8 @@ def add_parser(commands: Commands) -> None:
         description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
         usage="recipes scale report FILE... [--output FOLDER] [--format svg pdf]",
     )
-    columns = "num_processes and epoch_time (s) or samples_per_second or tokens_per_second, "
-    columns += "and if known name, recipe, scaling, epoch, samples, accuracy, ..."
+    columns = "num_processes; epoch_time (s), samples_per_second or tokens_per_second; "
+    columns += "optional: name, recipe, scaling, epoch, samples, accuracy, ..."
     parser.add_argument("files", nargs="+", metavar="FILE", help=f".csv or .jsonl, one row per epoch: {columns}")
     output = Path("outputs/scale/report")
     parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help=f"[{output}]")
@@ -56,7 +56,7 @@ def add_parser(commands: Commands) -> None:
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER or --format")
+        raise mistake(rest[0], "is not a flag of scale report", "use --output FOLDER or --format")
     command = shlex.join(["recipes", "scale", "report", *options.files, "--output", str(options.output)])
     found = find(timings.read(options.files), command, options.files)
     written = report(found, options.output, options.format)
@@ -68,9 +68,9 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[Path]:
-    """Write the whole report and return its files; without matplotlib, all but the pictures.
+    """Write the whole report and return its files; without matplotlib there are no pictures.
 
-    Pictures are PNG, and in each of `formats` too. Raises `UserError` if the folder cannot be
+    Pictures are PNG, and also in each of `formats`. Raises `UserError` if the folder cannot be
     written.
     """
     drawn: dict[str, Picture] = {}
@@ -85,7 +85,7 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
         "report.html": _page(found, list(drawn.values()), note),
     }
     content = {f"{stem}.{one}": data for stem, picture in drawn.items() for one, data in picture.files.items()}
-    # The name of a folder need not be UTF-8.
+    # The texts name folders, and the name of a folder may not be UTF-8.
     content |= {name: written.encode(errors="backslashreplace") for name, written in texts.items()}
     try:
         for name, data in content.items():
@@ -96,8 +96,8 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """The beginning of each training's file names: letters, digits, `-`, `.` and `_`, and a number
-    where they would differ only in case.
+    """Return the start of each training's file names: letters, digits, `-`, `.` and `_`. If names
+    differ only in case, a number is added.
     """
     plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
     folded = [stem.casefold() for stem in plain]
@@ -107,12 +107,12 @@ def file_stems(names: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Findings:
-    """The analysis of timings, and the command that asked for it."""
+    """The analysis of timings, and the command that asked for the report."""
 
     series: list[Series]
     applied: list[Applied]
     command: str
-    measured_in: Path | None  # the folder of `recipes scale run` that can try advice, None for other timings
+    measured_in: Path | None  # the folder in which `recipes scale run` can try advice, None for other timings
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +128,7 @@ class Findings:
 
 
 def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
-    """The analysis of `rows`, which were read from `files`."""
+    """Analyse `rows`, which were read from `files`."""
     here = len(files) == 1 and Path(files[0]).name == TIMINGS and all(row.scaling for row in rows)
     return Findings(analyse(rows), applied(rows), command, Path(files[0]).parent if here else None)
 
@@ -138,7 +138,7 @@ def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -
 
 @dataclass(frozen=True)
 class Section:
-    """The words about one series: sentences, and each advice with its commands."""
+    """The text about one series: sentences, and each advice with its commands."""
 
     title: str
     sentences: list[str]
@@ -146,7 +146,7 @@ class Section:
 
 
 def sections(found: Findings) -> list[Section]:
-    """Those of the series, then what was tried."""
+    """Return a section for each series, then one for the advice that was tried."""
     every = []
     for series in found.series:
         suggested = [(size, advice) for size in series.sizes for advice in advise(size, series)]
@@ -154,7 +154,7 @@ def sections(found: Findings) -> list[Section]:
         every.append(Section(series.title, sentences.of(series), advice))
     if found.applied:
         tried = [f"At {one.num_processes}: {one.title}: {one.words}." for one in found.applied]
-        every.append(Section("Advice that was tried: throughput after over throughput before", tried, []))
+        every.append(Section("Advice that was tried: throughput with the advice over throughput without it", tried, []))
     return every
 
 
@@ -165,9 +165,9 @@ def _advice_words(size: Size, advice: Advice) -> str:
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
-    """The flags of an advice, and the command that tries them where it was measured.
+    """Return the flags of an advice, and the command that tries them where the rows were measured.
 
-    Empty if there are none.
+    The list is empty if the advice has no flags.
     """
     processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
     flags = " ".join(filter(None, [*processes, advice.shown_flags]))
@@ -179,7 +179,7 @@ def commands(found: Findings, series: Series, size: Size, advice: Advice) -> lis
 
 
 def text(found: Findings) -> str:
-    """The sections as plain text, for the terminal and the beginning of the text file."""
+    """Return the sections as plain text, for the terminal and the beginning of the text file."""
     lines = [found.title, "", f"hardware: {found.hardware}"]
     for section in sections(found):
         lines += ["", section.title, "=" * len(section.title), *map(_wrapped, section.sentences)]
@@ -196,7 +196,7 @@ def _wrapped(line: str) -> str:
 
 
 def tables(found: Findings) -> dict[str, DataFrame]:
-    """Tables of text by their captions: their headings name each column with its unit."""
+    """Return tables of text by their captions. The heading of a column names its unit."""
     every: dict[str, DataFrame] = {}
     for series in found.series:
         every |= {
@@ -208,7 +208,7 @@ def tables(found: Findings) -> dict[str, DataFrame]:
 
 
 def results(series: Series) -> DataFrame:
-    """A row for each world size; empty columns are left out."""
+    """Return a table with a row for each world size; empty columns are left out."""
     sizes = series.sizes
     timed = sizes[0].typical.timed or "epoch"  # what epoch_time covers
     rates = [size.samples_per_second.median if size.samples_per_second else None for size in sizes]
@@ -227,14 +227,14 @@ def results(series: Series) -> DataFrame:
 
 
 def _step_parts(series: Series) -> DataFrame:
-    """The parts of a step, in milliseconds, where they were measured."""
+    """Return a table of the measured parts of a step, in milliseconds."""
     names = ("step_time", *PARTS, "data_wait_max")
     seconds = {name.replace("_", " "): [getattr(size.typical, name) for size in series.sizes] for name in names}
     return _table(series, {name: [*map(_milliseconds, column)] for name, column in seconds.items()})
 
 
 def _losses(series: Series) -> DataFrame:
-    """The time that a step loses to each cause, in milliseconds, where it is known."""
+    """Return a table of the known time that a step loses to each cause, in milliseconds."""
     every = [size.losses for size in series.sizes]
     of_causes = [{cause.key: cause.seconds for cause in one.causes} for one in every]
     seconds = {title: [of_size.get(key) for of_size in of_causes] for key, title in CAUSES.items()}
@@ -255,7 +255,7 @@ def _with_quartiles(spread: Spread) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Four significant digits, or all digits before the point; empty for None."""
+    """Format with four significant digits, or all digits before the point; empty for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".removesuffix(".")
@@ -276,9 +276,9 @@ def _text(found: Findings, note: str) -> str:
 
 
 def _page(found: Findings, pictures: Sequence[Picture], note: str) -> str:
-    """One HTML page that sends no request and runs no script.
+    """Return one HTML page that sends no request and runs no script.
 
-    Everything that a file or a user named is escaped.
+    All names that come from files or users are escaped.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -293,16 +293,16 @@ def _page(found: Findings, pictures: Sequence[Picture], note: str) -> str:
 
 
 def summary_csv(found: Findings) -> str:
-    """A row for each series and size, with the names and units of the timings, if it is known."""
+    """Return a CSV: a row for each series and size, known columns in the units of the timings."""
     from pandas import DataFrame
 
     rows = [_flat(series, size) for series in found.series for size in series.sizes]
-    cells = DataFrame(rows, dtype=object)  # object: counts stay whole
+    cells = DataFrame(rows, dtype=object)  # with dtype object, counts stay whole numbers
     return cells.replace("", None).dropna(axis="columns", how="all").to_csv(index=False, lineterminator="\n")
 
 
 def _flat(series: Series, size: Size) -> dict[str, object]:
-    """The typical row, and what the analysis adds to it."""
+    """Return the typical row of a size as a dict, with the results of the analysis."""
     found: dict[str, object] = vars(size.typical) | {"timed": size.typical.timed or "epoch"}
     for name in ("name", "recipe", "scaling", "serial_fraction"):
         found[name] = getattr(series, name)
@@ -318,7 +318,7 @@ def _flat(series: Series, size: Size) -> dict[str, object]:
 
 
 def summary_tex(found: Findings) -> str:
-    r"""A table for a paper for each series. It needs no package, so its rules are \hline."""
+    r"""Return a LaTeX table for each series. Its rules are \hline, so that it needs no package."""
     lines = [r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}, \ref{tab:scaling-2}, ..."]
     for number, series in enumerate(found.series, 1):
         cells = results(series).drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")
@@ -330,7 +330,7 @@ def summary_tex(found: Findings) -> str:
                 column_format="r" * len(cells.columns),
                 position="htbp",
                 position_float="centering",
-                caption=f"{title}: the median time, with quartiles in brackets where it is repeated. Speedup and "
+                caption=f"{title}: the median time, with quartiles in brackets if there are repeats. Speedup and "
                 "efficiency are relative to the smallest number of processes.",
                 label=f"tab:scaling-{number}" if number > 1 else "tab:scaling",
             ).replace(r"\centering", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}")

@@ -1,8 +1,8 @@
-"""`recipes scale run`: one training at several world sizes and recipes, as rows of timings.
+"""`recipes scale run`: measure one training at several world sizes and recipes, as rows of timings.
 
 Sizes are measured in turns and not one after the other, so that other load on the machine slows
-all of them. On a machine without GPUs a process stands for a GPU: it has as many cores at every
-size.
+all of them. On a machine without GPUs a process takes the place of a GPU: a process has the same
+number of cores at every size.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SET_HERE = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe",
 
 @dataclass(frozen=True)
 class Point:
-    """One training at one size."""
+    """A training to measure, at one world size and one global batch."""
 
     recipe: str
     num_processes: int
     global_batch: int
-    series: tuple[str, ...]  # the kinds of scaling it belongs to
-    changed: Settings = field(default_factory=dict)  # flags that it tries
+    series: tuple[str, ...]  # the kinds of scaling that the point belongs to
+    changed: Settings = field(default_factory=dict)  # flags of the advice that is tried
     applied: str = ""
     predicted: float | None = None
 
@@ -59,10 +59,10 @@ class Point:
 
 
 _FLAGS = f"""
---repeats N      [3]
---steps N        measured steps per run, after {WARM_UP_STEPS} that are not [20]
+--repeats N      runs of each size [3]
+--steps N        measured steps per run, after {WARM_UP_STEPS} warm-up steps [20]
 --name NAME      name of the training in the report [the model's]
---output FOLDER  folder of timings.jsonl and logs [outputs/scale]
+--output FOLDER  folder for timings.jsonl and logs [outputs/scale]
 """
 
 
@@ -77,18 +77,18 @@ def add_parser(commands: Commands) -> None:
     )
     sizes = "world sizes [1, 2, 4, ... up to the number of GPUs; 1 and 2 without GPUs]"
     parser.add_argument("--num_processes", type=count, nargs="+", help=sizes)
-    parser.add_argument("--recipe", nargs="+", help="[standard]")
+    parser.add_argument("--recipe", nargs="+", help="recipes to measure [standard]")
     kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
     parser.takes(scale_run, _FLAGS, repeats=3, steps=20, output="outputs/scale")
-    applying = "try the first advice of the report, or the one with this KEY, beside the present settings"
+    applying = "try the first advice of the report, or the advice with this KEY, in turns with the present settings"
     parser.add_argument("--apply", nargs="?", const="", metavar="KEY", help=applying)
 
 
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     for flag in (word.partition("=")[0] for word in argv):
         if flag.removeprefix("--").replace("-", "_") in _SET_HERE:
-            raise mistake(flag, "is set by scale run", "--output FOLDER and --steps N")
+            raise mistake(flag, "is set by scale run", "use --output FOLDER and --steps N")
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
@@ -97,13 +97,13 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         _refuse_another_training(file, name, argv)
     else:
         if argv:
-            raise mistake(argv[0], "does not go with --apply, which repeats what was measured", f"leave {argv[0]} out")
+            raise mistake(argv[0], "does not go with --apply, which repeats the measured runs", f"leave {argv[0]} out")
         if not file.exists():
             raise mistake("apply", f"there is no {file} yet", f"first run `recipes scale run --output {folder}`")
         series, size = _chosen(analyse(read([file])), options)
         name, argv = size.typical.name, shlex.split(size.typical.command)
         found = _before_and_after(size, _find(options.apply, advise(size, series), size))
-    for point in found:  # all are checked before one starts
+    for point in found:  # check all points before the first one starts
         _job(point, argv, options.steps, folder)
     require_room(file)
     (folder / "logs").mkdir(exist_ok=True)
@@ -112,7 +112,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     try:
         failed = _measure_in_turns(found, argv, name, folder, steps=options.steps, repeats=options.repeats)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; what was measured is in {file}", file=sys.stderr)
+        print(f"\ninterrupted; the timings measured so far are in {file}", file=sys.stderr)
         return 130
     if not file.stat().st_size:
         print("\nnothing was measured: every run failed", file=sys.stderr)
@@ -130,14 +130,14 @@ def points(
     sizes: Sequence[int] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> list[Point]:
-    """The points to measure: by default every world size of this machine with `standard`."""
+    """Return the points to measure: by default every world size of this machine with `standard`."""
     sizes = sorted(set(sizes or _all_sizes()))
     found = []
     for recipe in recipes or ["standard"]:
         batch = checked_job(recipe, argv, Local().place(1)).run.batch.total
         if "weak" in scaling and batch % sizes[-1]:
             what = f"a global batch of {batch} cannot be shared by {sizes[-1]} processes"
-            raise mistake("global_batch_size", what, f"a multiple of {sizes[-1]}")
+            raise mistake("global_batch_size", what, f"use a multiple of {sizes[-1]}")
         batches: dict[tuple[int, int], list[str]] = {}
         for size in sizes:
             for kind in scaling:
@@ -153,19 +153,19 @@ def _all_sizes() -> list[int]:
 
 
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
-    """Rows with one name are taken for one training.
+    """Raise `UserError` if the file holds another training with this name.
 
-    Raises `UserError` if the file has this name for another.
+    The analysis takes rows with one name for one training.
     """
     earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
         then, now = next(iter(earlier)), shlex.join(argv)
         what = f"{file} holds timings of {name} with {then or 'no flags'}, not {now or 'no flags'}"
-        raise mistake("output", what, "another --output, or --name for another training")
+        raise mistake("output", what, "choose another --output, or another --name for this training")
 
 
 def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
-    """The run of a point, with its output in `folder`. Raises `UserError` if it is not legal."""
+    """Return the job of a point, with output in `folder`. Raises `UserError` if it is not legal."""
     flags = {
         "global_batch_size": point.global_batch,
         "max_steps": WARM_UP_STEPS + steps,
@@ -179,9 +179,9 @@ def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
 def _measure_in_turns(
     points: list[Point], argv: Sequence[str], name: str, folder: Path, steps: int, repeats: int
 ) -> list[Point]:
-    """Measures every point `repeats` times, each round in the opposite order.
+    """Measure every point `repeats` times, and reverse the order in each round.
 
-    Returns those that failed, once each.
+    Return the points that failed. A point that has failed is not measured again.
     """
     largest = max(point.num_processes for point in points)
     failed: list[Point] = []
@@ -203,7 +203,7 @@ def _measure_in_turns(
 
 
 def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:
-    """One run, of which only the log is kept. None if it failed, which is printed."""
+    """Measure one run and keep only its log. After a failure, print its end and return None."""
     log = folder / "logs" / f"{name}.log"
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         job = _job(point, argv, steps, Path(place))
@@ -217,19 +217,19 @@ def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: 
 
 
 def _run(text: str, log: IO[bytes]) -> int:
-    """The exit code of a job's script. An interrupt of this process ends the training first."""
+    """Run a job's script and return its exit code. An interrupt ends the training first."""
     process = processes.start(["bash", "-c", text, "recipes"], log)
     try:
         return process.wait()
     except BaseException:
-        process.terminate()  # which the script passes on to the training
+        process.terminate()  # the script forwards the signal to the training
         process.wait()
         raise
 
 
 @contextlib.contextmanager
 def _on_cores(world_size: int, most: int) -> Iterator[None]:
-    """Without GPUs: as many cores per process as each has in the largest world."""
+    """Without GPUs, give each process as many cores as a process has in the largest world."""
     if read_hardware().cuda or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -247,11 +247,11 @@ def _slug(point: Point) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", words)
 
 
-# --- Trying what the report advises --------------------------------------------------------------
+# --- Trying advice of the report -----------------------------------------------------------------
 
 
 def _before_and_after(size: Size, advice: Advice) -> list[Point]:
-    """Two points: the training as it was measured, and with the advice."""
+    """Return two points: the training as it was measured, and the training with the advice."""
     row, batch = size.typical, size.typical.global_batch or 0
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
     after = replace(before, num_processes=advice.num_processes, changed=advice.flags, applied=advice.title)
@@ -261,7 +261,7 @@ def _before_and_after(size: Size, advice: Advice) -> list[Point]:
 
 
 def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, Size]:
-    """The series and size that the flags choose: the largest of strong scaling by default."""
+    """Choose a series and a size by the flags; by default the largest size of strong scaling."""
     found = [
         (series, size)
         for series in every
@@ -273,18 +273,18 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
     ]
     if not found:
         there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)
-        raise mistake("apply", "no timings match these flags", f"--recipe, --num_processes or --name of: {there}")
+        raise mistake("apply", "no timings match these flags", f"use --recipe, --num_processes or --name of: {there}")
     return max(found, key=lambda pair: pair[1].num_processes)
 
 
 def _find(key: str, advice: list[Advice], size: Size) -> Advice:
-    """The advice with that key, or the first if the key is empty.
+    """Return the advice with that key, or the first advice if the key is empty.
 
-    Raises `UserError` if no flags make such a change.
+    Raises `UserError` if there is no such advice that flags can make.
     """
     ready = [one for one in advice if one.flags or one.num_processes != size.num_processes]
     found = next((one for one in ready if key in ("", one.key)), None)
     if found:
         return found
     world, keys = plural(size.num_processes, "process"), [one.key for one in ready]
-    raise mistake("apply", f"no such change of flags is advised for {world}", f"one of {', '.join(keys) or 'none'}")
+    raise mistake("apply", f"no such flags are advised for {world}", f"choose one of {', '.join(keys) or 'none'}")

@@ -1,7 +1,7 @@
-"""Changes to make, the gain to expect from measured times, and the flags for it.
+"""Advice: changes to make, the gain to expect from each change, and the flags that make the change.
 
-Changes that leave the training as it is come first. A gain is a ratio: throughput after over
-throughput before.
+Gains are predicted from measured times. A gain is the throughput after a change over the throughput
+before. Changes that leave the training as it is come first.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from recipes.scaling.timings import Timing, of_median, together
 _SMALL_COMMUNICATION = 0.10
 _MOST_ACCUMULATION = 64
 _LOG_LESS, _SAVE_LESS = 10, 5  # times less often
-_AS_FAST = 1.02  # a smaller gain cannot be told from the noise of repeats
-_CLOSE = 0.05  # a prediction is held to be right within this share
-BEFORE = "before"  # a run with the present settings, beside one that tries a change
+_AS_FAST = 1.02  # a smaller gain cannot be told from the noise of the repeats
+_CLOSE = 0.05  # a prediction counts as right if it is off by at most this share
+BEFORE = "before"  # marks the runs with the present settings, with which a change is compared
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change."""
+    """One change to a training, and the gain that is predicted for it."""
 
-    key: str  # its name for `scale run --apply`
-    title: str  # which timings of runs that try it hold: another title is not compared with them
+    key: str  # names the change in `scale run --apply KEY`
+    title: str  # timings of runs that try the change hold it: runs are compared only under one title
     why: str
-    gain: float  # the ratio of throughputs
+    gain: float  # the throughput after the change over the throughput before
     num_processes: int
     flags: Settings = field(default_factory=dict)
-    same_training: bool = True  # the global batch stays as it is
+    same_training: bool = True  # True if the global batch stays as it is
 
     @property
     def shown_flags(self) -> str:
-        """The flags as they are written on the command line; empty if there are none."""
+        """The flags as they are written on the command line; empty if the change has no flags."""
         return shlex.join(with_flags([], self.flags))
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Changes to make at this size: the same training first, then by gain.
+    """Return the changes to make at this size: first those that keep the training, then by gain.
 
-    Empty if no loss is worth naming, or the repeats differ by more.
+    If noise hides the causes, the only possible advice is a smaller world size.
     """
     row, step = size.typical, size.typical.step_time
     found = []
@@ -64,13 +64,13 @@ def advise(size: Size, series: Series) -> list[Advice]:
 
 def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
     lost, step = cause.seconds, cause.step
-    if cause.key == "communication" and row.engine == "ddp":  # ZeRO and FSDP have an exchange of their own
+    if cause.key == "communication" and row.engine == "ddp":  # ZeRO and FSDP use other collectives
         yield from _communication(row, step, lost)
     elif cause.key == "contention":
-        why = "`recipes doctor` lists what else uses cores, memory or the GPUs' host; fewer processes per node help too"
+        why = "`recipes doctor` shows cores, free memory and users of the GPUs; fewer processes per node also help"
         yield _shorter("uncontended", "give each process cores of its own", why, row, step, lost)
     elif cause.key == "straggler":
-        why = "all processes wait for the slowest: exclude its node, or repair it"
+        why = "all processes wait for the slowest process: exclude or repair the node of that process"
         yield _shorter("straggler", "replace the slow process's device", why, row, step, lost)
     elif cause.key == "data":
         yield _faster_data(row, step, lost)
@@ -80,39 +80,39 @@ def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
             title, times = f"save and evaluate {_SAVE_LESS} times less often", _SAVE_LESS
         names = ("logging_steps",) if cause.key == "logging" else ("save_steps", "eval_steps")
         flags = {name: steps * times for name in names if (steps := getattr(row, name))}
-        why = f"it then takes 1/{times} of {milliseconds(lost)} per step"
+        why = f"the cost falls to 1/{times} of {milliseconds(lost)} per step"
         yield _shorter(cause.key, title, why, row, step, lost * (1 - 1 / times), flags)
 
 
 def _shorter(
     key: str, title: str, why: str, row: Timing, step: float, less: float, flags: Settings | None = None
 ) -> Advice:
-    """A change that makes a step of `step` seconds `less` seconds shorter."""
+    """Return a change that makes a step of `step` seconds `less` seconds shorter."""
     return Advice(key, title, why, step / max(step - less, step * 1e-3), row.num_processes, flags or {})
 
 
 def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     if row.syncs and row.syncs > 1:
         flags = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}'}
-        why = f"{row.syncs:.0f} exchanges per step where one is enough: none is needed between micro-batches"
+        why = f"{row.syncs:.0f} gradient synchronizations per step where one is enough: only the last pass needs it"
         yield _shorter(
             "sync_once", "exchange gradients once a step", why, row, step, waits * (1 - 1 / row.syncs), flags
         )
     whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the part that is hidden
     if row.sync_bytes and _volume_bound(row, waits) and "ddp_comm_hook" not in row.command:
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
-        why = f"{hook} halves the {megabytes(row.sync_bytes)} per step, and sending them takes most of the time"
+        why = f"{hook} halves the {megabytes(row.sync_bytes)} per step, and sending them takes longer than the latency"
         title, less = f"compress gradients to {hook} on the wire", waits - max(0.0, waits - whole / 2)
         yield _shorter("compression", title, why, row, step, less, {"ddp_comm_hook": hook})
     yield from _accumulation(row, step, waits)
 
 
 def _volume_bound(row: Timing, waits: float) -> bool:
-    """True if a step's collectives take longer for their bytes than for their number, and the bytes
-    explain a good part of the waiting: ranks that compete for cores wait for each other.
+    """True if sending the bytes of a step's collectives takes longer than twice their latency.
 
-    A bandwidth that was measured with small messages includes their latency, so it alone cannot
-    tell.
+    Sending must also explain a quarter of the waiting, because ranks that compete for cores wait
+    for each other too. The bandwidth alone cannot tell: measured with small messages, it includes
+    the latency.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False
@@ -121,10 +121,10 @@ def _volume_bound(row: Timing, waits: float) -> bool:
 
 
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
-    """The fewest micro-batches that bring the exchange to a tenth of a step.
+    """Yield the fewest micro-batches that bring communication to a tenth of a step.
 
-    The global batch grows with them. Only where a step exchanges gradients once: more micro-batches
-    would bring more exchanges.
+    The global batch grows with the micro-batches. Yield nothing if a step synchronizes gradients
+    more than once, because each micro-batch would then add a synchronization.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
     each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command
@@ -134,7 +134,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     if row.no_sync_step_max:  # of the slowest process
         passes = max(passes, row.no_sync_step_max - (row.optimizer or 0.0))
     micro_batches = passes + loading
-    once = step - micro_batches  # the exchange, the optimizer, logs, agreeing on the number of items
+    once = step - micro_batches  # all-reduces of gradients and of item counts, the optimizer, logs
     if not micro_batches:
         return
     times = max(2, ceil((waits / _SMALL_COMMUNICATION - once) / micro_batches))
@@ -145,8 +145,8 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
             "gradient_accumulation_steps": accumulation * times,
             "per_device_train_batch_size": row.micro_batch,
         }
-        why = f"one exchange for {accumulation * times} micro-batches, not {accumulation}, brings communication to "
-        why += f"{waits / longer:.0%} of a step. This is a different training: the global "
+        why = f"one gradient synchronization for {accumulation * times} micro-batches, not {accumulation}, brings "
+        why += f"communication to {waits / longer:.0%} of a step. This is a different training: the global "
         why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
         title, gain = f"{times} times the accumulation", times * step / longer
         yield Advice("accumulation", title, why, gain, row.num_processes, flags, same_training=False)
@@ -158,8 +158,8 @@ def _faster_data(row: Timing, step: float, waits: float) -> Advice:
         why = f"{workers} workers on {cores} cores do not keep up with the training"
         return _shorter("preprocess", "preprocess the data before training", why, row, step, waits)
     more = min(max(2 * workers, 2), cores or 2 * workers or 2)
-    # Workers that do not keep up are always busy: each loads the data of one of as many steps as
-    # there are workers.
+    # Workers that do not keep up are always busy: with n workers, each needs the time of n steps to
+    # load the data of one step.
     loads = waits if workers == 0 else workers * step
     left = max(0.0, loads / more - (step - waits))
     why = f"loading takes {milliseconds(loads)} per step, and workers load while the step computes"
@@ -168,7 +168,7 @@ def _faster_data(row: Timing, step: float, waits: float) -> Advice:
 
 
 def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
-    """The fixed cost of a pass is paid once for each micro-batch of a step."""
+    """Yield twice the micro-batch if the fixed cost of half of the passes is worth saving."""
     passes, micro, overhead = row.accumulation, row.micro_batch, row.pass_overhead
     if passes and passes % 2 == 0 and micro and overhead and passes / 2 * overhead >= WORTH_NAMING * step:
         flags = {"per_device_train_batch_size": 2 * micro, "gradient_accumulation_steps": passes // 2}
@@ -178,9 +178,9 @@ def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
 
 
 def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:
-    """The fastest world size, if it is smaller than this one and at least as fast.
+    """Yield the fastest world size, if it is smaller than this one and at least as fast.
 
-    Not where the repeats differ by more than the two sizes do.
+    Yield nothing if the repeats differ by more than the two sizes do.
     """
     best, gain = series.best, series.best.speedup.median / size.speedup.median
     smaller = series.scaling != "weak" and best.num_processes < size.num_processes
@@ -191,31 +191,31 @@ def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:
         yield Advice("fewer", title, f"{processes} {fast}: {why}", gain, best.num_processes)
 
 
-# --- What was tried ------------------------------------------------------------------------------
+# --- Changes that were tried ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A change that was tried."""
+    """A change that was tried, with its predicted and its measured gain."""
 
     title: str
     num_processes: int
     predicted: float
-    measured: Spread  # its throughput over that of the runs beside it
-    off: float | None = None  # the share that the repeats leave open; None for a single pair
+    measured: Spread  # the throughput with the change over that of the runs without it
+    off: float | None = None  # the relative uncertainty of `measured`; None for a single pair of runs
 
     @property
     def words(self) -> str:
-        """The prediction beside what was measured, and whether these runs can tell."""
+        """The prediction, the measurement, and whether the prediction was right, as a text."""
         measured, differs = self.measured, abs(self.measured.median / self.predicted - 1)
         quartiles = f" ({measured.low:.2f} to {measured.high:.2f})" if measured.low != measured.high else ""
         if differs <= _CLOSE:
             judged = f"within {_CLOSE:.0%}"
         elif self.off is None:
-            judged = "a single pair"
+            judged = "not judged, because there is only a single pair of runs"
         elif differs <= self.off:
-            judged = f"too noisy to judge, the repeats leave {self.off:.0%} open. "
-            judged += "Measure on a quiet machine, or more often"
+            judged = f"too noisy to judge, the repeats leave {self.off:.0%} uncertainty. "
+            judged += "Measure on a quiet machine, or with more repeats"
         else:
             judged = f"off by {differs:.0%}"
         text = f"predicted {self.predicted:.2f} times the throughput, measured {measured.median:.2f}"
@@ -223,7 +223,7 @@ class Applied:
 
 
 def applied(rows: Sequence[Timing]) -> list[Applied]:
-    """The changes that were tried, each compared with the runs that were interleaved with it."""
+    """Return the tried changes, each compared with the interleaved runs without the change."""
     runs: dict[tuple[str, str, str], list[Timing]] = {}
     for row in rows:
         if row.samples:

@@ -1,8 +1,8 @@
-"""The analysis of timings: the rows of one training, its speedup and efficiency at each size.
+"""The analysis of timings: find the rows of each training, and its speedup and efficiency per size.
 
-A job that adds a row with `--measure` cannot know whether others share its global batch, or its
-batch per process: that is found here. `scale run` knows and says so, and rows of other programs are
-what they say, or strong scaling.
+A job that adds a row with `--measure` cannot know whether other jobs share its global batch, or its
+batch per process: this module compares the jobs. Rows of `scale run` name their kind of scaling.
+Rows of other programs are strong scaling, unless they name a kind.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from recipes.scaling.causes import Losses, Training, losses_of
 from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing, of_median, together
 
 K = TypeVar("K")
-# Efficiency from which a band begins. Slower than a smaller size is negative, whatever it is.
+# The lowest efficiency of each band. A size that is slower than a smaller size is always negative.
 EXCELLENT, GOOD = 0.85, 0.70
 NEGATIVE = "negative scaling"
-# Epochs are the same work if their samples differ by less than this ratio: the last batch may be
-# left out.
+# Epochs count as the same work if their samples differ by less than this ratio: the last batch may
+# be left out.
 _SAME_WORK = 1.1
-_ONE_TIMING = 0.02  # by this share a single timing may be off: no repeats say
+_ONE_TIMING = 0.02  # the assumed relative error of a single timing, which no repeats show
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of repeats with its quartiles; all three are equal for a single one."""
+    """The median of repeats with its quartiles; all three are equal for a single repeat."""
 
     median: float
     low: float
@@ -45,16 +45,16 @@ class Size:
     tokens_per_second: float | None
     speedup: Spread  # the throughput over that of the series' smallest world
     efficiency: Spread  # the speedup over the ratio of the world sizes
-    off: float | None  # the share by which the median may be off, None for a single one
+    off: float | None  # the relative error that the median may have, None for a single row
     accuracy: float | None
     typical: Timing
     losses: Losses
     band: str = ""  # empty for the smallest size
-    slower_than: int | None = None  # processes of the size that is faster although smaller
+    slower_than: int | None = None  # the number of processes of a smaller size that is faster
 
     @property
     def cause(self) -> str | None:
-        """The key of the main cause; None if none is worth naming or none can be told."""
+        """The key of the main cause; None if no cause is worth naming or can be told."""
         return self.losses.named[0].key if self.losses.named else None
 
 
@@ -67,8 +67,8 @@ class Series:
     scaling: str
     sizes: tuple[Size, ...]
     rows: tuple[Timing, ...]
-    fixed: bool  # the work of a step or epoch is the same at every size
-    serial_fraction: float | None = None  # Amdahl's, None where his law does not describe the sizes
+    fixed: bool  # True if the work of a step or epoch is the same at every size
+    serial_fraction: float | None = None  # of Amdahl's law; None if the law does not describe the sizes
 
     @property
     def title(self) -> str:
@@ -80,14 +80,14 @@ class Series:
 
 
 def hardware_of(series: Iterable[Series]) -> str:
-    """The hardware of the rows; empty if none names any."""
+    """Return the hardware that the rows name; empty if no row names any."""
     return "; ".join(dict.fromkeys(row.hardware for one in series for row in one.rows if row.hardware))
 
 
 def analyse(rows: Iterable[Timing]) -> list[Series]:
-    """The series in the rows, those of one training together.
+    """Return the series that the rows form. Series of one training follow each other.
 
-    Rows that try a recommendation are left out.
+    Rows that try an advice are left out.
     """
     found = []
     for (name, recipe), training in _trainings([row for row in rows if not row.applied]).items():
@@ -112,9 +112,9 @@ def _is_of_a_job(row: Timing) -> bool:
 
 
 def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """The rows of each training by its name and recipe.
+    """Return the rows of each training, by its name and recipe.
 
-    Where jobs of one name have several commands, each is a training, with its command in the name.
+    If jobs of one name have several commands, each command is a training, and part of its name.
     """
     names: dict[int, str] = {}  # by the row's id
     for alike in _grouped(filter(_is_of_a_job, rows), lambda row: (row.name, row.recipe)).values():
@@ -124,10 +124,10 @@ def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
 
 
 def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """The rows of one training by the name and the kind of their series.
+    """Return the rows of each series of one training, by the series' name and kind of scaling.
 
-    Jobs are weak scaling if they share the batch of a process and differ in the global one. Else
-    they are strong scaling, with a series for each global batch.
+    Jobs are weak scaling if their batches per process are equal and their global batches differ.
+    Other jobs are strong scaling, with a series for each global batch.
     """
     jobs = [row for row in training if _is_of_a_job(row)]
     batches = {row.global_batch for row in jobs}
@@ -145,7 +145,7 @@ def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list
 
 
 def _series(key: tuple[str, str, str], own: list[Timing], same: Training) -> Series:
-    """Throughput is that of samples; of tokens where samples are unknown; else of epochs."""
+    """Return a series. Throughput is of samples, tokens or epochs: the first that all rows have."""
     count = next((count for count in ("samples", "tokens") if all(getattr(row, count) for row in own)), "")
     by_world = sorted(_grouped(own, lambda row: row.num_processes).items())
     sizes: list[Size] = []
@@ -165,7 +165,7 @@ def _size(
     same: Training,
     count: str,
 ) -> Size:
-    """The size of `rows`; `base` are those of the series' smallest world."""
+    """Return the size of `rows`; `base` are the rows of the series' smallest world."""
     world, typical = rows[0].num_processes, _typical(rows)
     typical = replace(typical, name=key[0], scaling=key[2], samples=typical.samples if count == "samples" else None)
     each, of_base = ([row.epoch_time / (getattr(row, count) if count else 1) for row in some] for some in (rows, base))
@@ -202,9 +202,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def _typical(rows: Sequence[Timing]) -> Timing:
-    """The median of every numeric column, the lower one for counts; text as in the first row.
+    """Return the median of every numeric column, the lower median for counts, and the first text.
 
-    The slowest process is unknown if it is not the same one in all rows.
+    The slowest process is unknown if the rows name different processes.
     """
     found: dict[str, Any] = {}
     for name in COLUMNS:
@@ -217,17 +217,17 @@ def _typical(rows: Sequence[Timing]) -> Timing:
 
 
 def band(efficiency: float) -> str:
-    """The band of an efficiency, rounded to the digits that are printed: 85.0% is excellent."""
+    """Return the band of an efficiency, rounded to the printed digits: 85.0% is excellent."""
     efficiency = round(efficiency, 3)
     return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
 
 
 def _serial_fraction(sizes: Sequence[Size]) -> float | None:
-    """Amdahl's, where his law describes three sizes or more.
+    """Return Amdahl's serial fraction; None if his law does not describe three sizes or more.
 
     The experimentally determined fractions (Karp and Flatt 1990, "Measuring parallel processor
-    performance") are level over the sizes that follow it (Amdahl 1967, "Validity of the single
-    processor approach").
+    performance") are constant over the sizes that follow Amdahl's law (Amdahl 1967, "Validity of
+    the single processor approach").
     """
     first, *larger = sizes
     if len(larger) < 2:

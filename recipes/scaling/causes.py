@@ -1,8 +1,8 @@
-"""The causes that a step loses time to, in numbers.
+"""The causes of the time that a step loses, in numbers.
 
-Lost time is counted against a measured reference: the time of one process with all the work,
-divided by the number of processes. Each cause adds the difference of two measured times to a step,
-so the causes can be told apart.
+Lost time is the time of a step beyond a measured reference: the time of one process with all the
+work, divided by the number of processes. The loss to each cause is the difference of two measured
+times, so the causes can be told apart.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from statistics import median
 
 from recipes.scaling.timings import Timing, of_median, together
 
-# A cause is named from this share of a step on: a smaller gain is hard to tell from noise.
+# A cause is named if it takes this share of a step: a smaller loss is hard to tell from noise.
 WORTH_NAMING = 0.10
-HIDDEN = "hidden"  # what an engine whose step cannot run without its exchange does not tell apart
+HIDDEN = "hidden"  # causes that cannot be told apart if an engine runs no step without communication
 CAUSES = {
     "communication": "communication",
     "contention": "contention",
@@ -28,8 +28,8 @@ CAUSES = {
     "logging": "logging",
     "saving": "checkpoints and evaluations",
 }
-AGAINST_A_REFERENCE = ("contention", "work")  # one process alone
-# Data workers prefetch during these. Logging and saving are rare, and outlast the prefetch queue.
+AGAINST_A_REFERENCE = ("contention", "work")  # measured in comparison with one process alone
+# Data workers prefetch meanwhile. Logging and saving are rare, and outlast the prefetch queue.
 _OF_EVERY_STEP = ("communication", "contention", HIDDEN, "work", "straggler")
 
 
@@ -38,10 +38,10 @@ class Cause:
     """Time that a step loses to one of `CAUSES`."""
 
     key: str
-    seconds: float  # of HIDDEN, at most
-    step: float
+    seconds: float  # an upper bound for HIDDEN
+    step: float  # the seconds of the whole step
     evidence: str
-    uncertain: float = 0.0  # the seconds that the repeats leave open
+    uncertain: float = 0.0  # the uncertainty of `seconds`, from the repeats
 
     @property
     def share(self) -> float:
@@ -49,37 +49,37 @@ class Cause:
 
     @property
     def large(self) -> bool:
-        """True if the loss is worth naming, whether or not the repeats leave it open."""
+        """True if the loss is worth naming, even if it is not `clear`."""
         return self.share >= WORTH_NAMING
 
     @property
     def clear(self) -> bool:
-        """True if the loss is larger than what repeats of it differ by."""
+        """True if the loss is larger than its uncertainty."""
         return self.seconds > self.uncertain
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of a step. `causes` are in the order to fix them, the largest first.
+    """The losses of a step. `causes` are in the order in which to fix them, the largest first.
 
-    If data loading sets the pace, it comes before every cause that it overlaps with.
+    Data loading that sets the pace comes before every cause that overlaps with data loading.
     """
 
     causes: tuple[Cause, ...] = ()
-    lost: float | None = None  # seconds of a step beyond the reference, None without one
+    lost: float | None = None  # seconds of a step beyond the reference, None without a reference
     unexplained: float | None = None  # seconds of `lost` that no cause explains
     undecided: str = ""  # why no cause can be named: "noise", HIDDEN (not even bounded) or "no reference"
 
     @property
     def named(self) -> list[Cause]:
-        """The causes that are worth naming and larger than the noise, the main one first."""
+        """The causes that are worth naming and larger than the noise, the main cause first."""
         return [] if self.undecided else [cause for cause in self.causes if cause.large and cause.clear]
 
 
 def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Losses:
-    """The losses of a step. `row` holds medians over `repeats`.
+    """Return the losses of a step. `row` holds the medians of `repeats`.
 
-    A cause whose reference was not measured is left out.
+    A cause is left out if its reference was not measured.
     """
     step = row.step_time
     if not step:
@@ -104,14 +104,14 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """The reason why no cause can be named: `reason`, or noise that covers smaller causes."""
+    """Return "noise" if it may hide the largest cause, "" if a cause is named, else `reason`."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "noise"
     return "" if largest else reason
 
 
-# --- What was measured in the step itself --------------------------------------------------------
+# --- Measured in the step itself -----------------------------------------------------------------
 
 
 def _waits(row: Timing, step: float) -> Iterator[Cause]:
@@ -130,7 +130,7 @@ def _waits(row: Timing, step: float) -> Iterator[Cause]:
 
 
 def _measured(key: str, row: Timing) -> float | None:
-    """Seconds of the row's own step that are lost to a cause; None if it does not show them."""
+    """Return the seconds that the row's step loses to a cause; None if the row does not tell."""
     if key == "data":
         return row.data_wait if row.data_wait_max is None else row.data_wait_max
     if key == "straggler":
@@ -142,10 +142,10 @@ def _exchange_words(row: Timing) -> str:
     text = ""
     if row.sync_bytes and row.link_bandwidth:
         seconds = wire_time(row.sync_bytes, row.link_bandwidth, row.num_processes)
-        text += f"; {megabytes(row.sync_bytes)} per step over a link of {megabytes(row.link_bandwidth)}/s "
-        text += f"take {milliseconds(seconds)}"
+        text += f"; sending {megabytes(row.sync_bytes)} per step over a link of {megabytes(row.link_bandwidth)}/s "
+        text += f"takes {milliseconds(seconds)}"
     if row.syncs and row.syncs > 1:
-        text += f"; {row.syncs:.0f} exchanges per step where one is enough"
+        text += f"; {row.syncs:.0f} gradient synchronizations per step where one is enough"
     return text
 
 
@@ -153,56 +153,56 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
     """True if the cause is data loading, and a step takes as long as loading does.
 
     Workers load while a process computes and communicates, so the process waits only if loading
-    takes longer than all of that together. A step that gets faster elsewhere then waits longer for
-    data. Without workers the times add up.
+    takes longer than computing and communicating together. If these get faster, the step only waits
+    longer for data. Without workers the times add up.
     """
     return cause.key == "data" and bool(row.workers) and cause.large
 
 
 def wire_time(size: float, bandwidth: float, processes: int) -> float:
-    """Seconds that an all-reduce of `size` bytes takes at a bus bandwidth in bytes/s.
+    """Return the seconds that an all-reduce of `size` bytes takes at a bus bandwidth in bytes/s.
 
-    2(p-1)/p of the bytes are sent: the definition of bus bandwidth in nccl-tests,
+    Each process sends 2(p-1)/p of the bytes: the definition of bus bandwidth in nccl-tests,
     doc/PERFORMANCE.md.
     """
     return 2 * (processes - 1) / processes * size / bandwidth
 
 
-# --- What all rows of a training say together ----------------------------------------------------
+# --- All rows of a training together -------------------------------------------------------------
 
 
 class Training:
-    """All rows of a training with one recipe: what repeats leave open, and one process alone."""
+    """The rows of one process, with which all sizes of a training with one recipe are compared."""
 
     def __init__(self, rows: Sequence[Timing]) -> None:
-        self._alone: dict[int, list[Timing]] = {}  # rows of one process, by batch
+        self._alone: dict[int, list[Timing]] = {}  # rows of one process, by global batch
         for row in rows:
             if row.num_processes == 1 and row.global_batch:
                 self._alone.setdefault(row.global_batch, []).append(row)
 
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
-        """The share of a step by which the loss to a cause may be off; None if no repeats say."""
+        """Return the share of a step by which the loss to a cause may be off; 0 without repeats."""
         if key not in AGAINST_A_REFERENCE:
             return of_median(_values(key, repeats))
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)
         return together(*(of_median(_values("computing", rows)) for rows in (own, self._nearest_alone(_share(row)))))
 
     def _nearest_alone(self, samples: float | None) -> list[Timing]:
-        """The rows of one process with the batch that is nearest to so many samples."""
+        """Return the rows of one process with the global batch that is nearest to `samples`."""
         return self._alone[min(self._alone, key=lambda batch: abs(batch - (samples or 0)))] if self._alone else []
 
     @cached_property
     def _times_alone(self) -> dict[int, float]:
-        """Seconds in which one process computes a step of that many samples, in order."""
+        """The seconds that one process computes for a step, by its samples in ascending order."""
         seconds = {batch: [*filter(None, map(_computing, rows))] for batch, rows in sorted(self._alone.items())}
         return {batch: median(times) for batch, times in seconds.items() if times}
 
     def alone(self, samples: float | None, micro_batch: int | None) -> float | None:
-        """Seconds in which one process computes a step of that many samples without any wait.
+        """Return the seconds that one process computes for a step of `samples`, without any wait.
 
-        At a fixed micro-batch the time grows with the number of passes: it lies on the line through
-        the two nearest batches that were measured, or is proportional to a single one. None if no
-        such batch was measured.
+        At a fixed micro-batch the time grows with the number of passes. It is interpolated between
+        the two nearest batches that were measured, or proportional to a single, larger batch. None
+        if neither is possible.
         """
         times = self._times_alone
         if not samples or samples in times or not times:
@@ -219,9 +219,9 @@ class Training:
 
 
 def _values(key: str, rows: Sequence[Timing]) -> list[float]:
-    """The share of a step that each row loses to a cause, or the logarithm of its "computing".
+    """Return each row's loss to a cause as a share of a step; for "computing", log(seconds).
 
-    Logarithms differ by the share by which the seconds do.
+    The difference of two logarithms is the relative difference of the seconds.
     """
     if key == "computing":
         return [log(seconds) for row in rows if (seconds := _computing(row))]
@@ -229,11 +229,11 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
     return [seconds / step for seconds, step in found if seconds is not None and step]
 
 
-# --- What multiplies the time of computing -------------------------------------------------------
+# --- Factors of the computing time ---------------------------------------------------------------
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
-    """Each factor's part of the time that they take together, by its logarithm: they add up."""
+    """Divide the time that all factors cost among them by their logarithms: the parts add up."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
@@ -244,9 +244,9 @@ def _slowdowns(row: Timing, step: float, whole: float | None, share: float | Non
 
 
 def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[tuple[str, float, str]]:
-    """Causes, and how many times as long a step computes because of each.
+    """Yield each cause, how many times as long a step computes because of it, and the evidence.
 
-    `whole`, `share`: seconds of one process alone for the batch, and for a process's share.
+    `whole` and `share` are the seconds that one process alone takes for the batch and for a share.
     """
     middle, slowest = row.no_sync_step, row.no_sync_step_max
     if middle and slowest:
@@ -263,13 +263,13 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
         yield "contention", middle / share, words
     if whole:
         ideal = whole / row.num_processes
-        words = f"a process's share of the batch takes {alone}; "
-        words += f"1/{row.num_processes} of the time for the whole batch is {milliseconds(ideal)}"
+        words = f"one process alone takes {alone} for one share of the batch; "
+        words += f"1/{row.num_processes} of its time for the whole batch is {milliseconds(ideal)}"
         yield "work", share / ideal, words
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """The passes and the optimizer take that much longer than for the same share of one alone."""
+    """Yield the extra time of passes and optimizer over one process alone with the same share."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)
@@ -280,7 +280,7 @@ def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
 
 
 def _computing(row: Timing) -> float | None:
-    """Seconds that a step computes, without exchange. One process exchanges nothing."""
+    """Return a step's seconds without communication. A single process never communicates."""
     if row.no_sync_step:
         return row.no_sync_step
     if row.num_processes > 1 or row.forward is None or row.backward is None:
@@ -289,7 +289,7 @@ def _computing(row: Timing) -> float | None:
 
 
 def _share(row: Timing) -> float | None:
-    """Examples of an optimizer step that each process computes."""
+    """Return the number of examples of an optimizer step that each process computes."""
     return row.global_batch / row.num_processes if row.global_batch else None
 
 

@@ -1,4 +1,4 @@
-"""The findings in words: how well a size scales, why no better, and what cannot be told."""
+"""The findings in words: how well a size scales, what it loses time to, and what is unknown."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from recipes.scaling.causes import (
     sets_the_pace,
 )
 
-_FAR = 10  # times the measured sizes: a limit further away would be a guess
+_FAR = 10  # times the largest measured size: a limit beyond that would be a guess
 
 
 def of(series: Series) -> list[str]:
-    """All sentences about a series, in the order to read them."""
+    """Return all sentences about a series, in the order in which to read them."""
     found = []
     for size in series.sizes:
         others = [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in size.losses.named[1:]]
@@ -29,7 +29,7 @@ def of(series: Series) -> list[str]:
 
 
 def verdict(size: Size, series: Series) -> str:
-    """The speed of a size, its largest loss, and what was not measured."""
+    """Describe the speed of a size, its largest loss, and what was not measured."""
     speedup, efficiency = size.speedup.median, size.efficiency
     text = "the reference."
     if size.band:
@@ -37,7 +37,7 @@ def verdict(size: Size, series: Series) -> str:
         text = f"{speedup:.2f} times as fast as {series.sizes[0].num_processes}, {efficiency.median:.1%} efficiency: "
         text += f"{size.band} ({sure})."
     elif len(series.sizes) == 1:
-        text = "the only size, so there is no speedup: a row with fewer or more processes would show it."
+        text = "the only size, so there is no speedup: add a row with fewer or more processes."
     return f"{plural(size.num_processes, 'process')}: {text}{_cause(size)}"
 
 
@@ -54,7 +54,7 @@ def _cause(size: Size) -> str:
         if losses.lost is None and size.num_processes > 1:
             text += f" {_beside_one(size)}"
     elif row.step_time is None and size.band not in ("", "excellent"):
-        text = " Epoch times alone do not say why: measure the parts of a step with `recipes scale run`."
+        text = " Epoch times alone do not show the cause: measure the parts of a step with `recipes scale run`."
     unexplained, step = losses.unexplained or 0.0, row.step_time or 0.0
     if size.band and not losses.undecided and unexplained > WORTH_NAMING * step:
         text += f" {milliseconds(unexplained)} per step are unexplained."
@@ -62,7 +62,7 @@ def _cause(size: Size) -> str:
 
 
 def _lead(cause: Cause, size: Size) -> str:
-    """The introduction of the main cause: "most" only if it is at least half of the lost time."""
+    """Introduce the main cause, with "most" only if it takes at least half of the lost time."""
     lost, named = size.losses.lost, CAUSES[cause.key]
     if sets_the_pace(cause, size.typical):
         return "Data loading sets the pace"
@@ -77,30 +77,30 @@ def _lead(cause: Cause, size: Size) -> str:
 
 
 def _undecided(size: Size) -> str:
-    """The reason why no cause is named, and what would show one."""
+    """Return the reason why no cause is named, and the measurement that would show a cause."""
     if size.losses.undecided == "noise":
         return _too_noisy(size)
     if size.losses.undecided == "no reference":
-        return f"None of the waits that were measured takes a tenth of a step. {_beside_one(size)}"
+        return f"No measured wait takes a tenth of a step. {_beside_one(size)}"
     engine = {"deepspeed": "ZeRO", "fsdp": "FSDP"}.get(size.typical.engine, "This training")
-    text = f"{engine} has no step without communication, so what that takes cannot be told. "
+    text = f"{engine} has no step without communication, so the time of communication is unknown. "
     command = f"`recipes scale run --scaling weak --num_processes 1 {size.num_processes}`"
-    return f"{text}One process with the same share of the batch bounds it: {command}."
+    return f"{text}For an upper bound, measure one process with the same share of the batch: {command}."
 
 
 def _too_noisy(size: Size) -> str:
     covered = max((one for one in size.losses.causes if not one.clear), key=lambda cause: cause.seconds)
     off = covered.uncertain
-    beside = ", with those of one process beside them," if covered.key in AGAINST_A_REFERENCE else ""
+    beside = ", with those of one process," if covered.key in AGAINST_A_REFERENCE else ""
     text = f"Too noisy to name a cause: {CAUSES[covered.key]} seems to take {covered.share:.0%} of a step, and the "
-    text += f"repeats{beside} leave {off / covered.step:.0%} open."
+    text += f"repeats{beside} leave an uncertainty of {off / covered.step:.0%}."
     more = ceil(1.2 * size.repeats * (off / covered.seconds) ** 2)
     return f"{text} Measure on a quiet machine, or with more repeats (`recipes scale run --repeats {more}`)."
 
 
 def _beside_one(size: Size) -> str:
     return (
-        "Contention, too little work per step and the whole lost time show only beside one process: "
+        "Contention, too little work per step and the total lost time show only in comparison with one process: "
         f"`recipes scale run --num_processes 1 {size.num_processes}`."
     )
 
@@ -109,9 +109,9 @@ def _beside_one(size: Size) -> str:
 
 
 def law(series: Series) -> str:
-    """The best size if more are slower; else Amdahl's serial fraction, or why there is none.
+    """Name the best size if a larger one is slower, else the serial fraction or why there is none.
 
-    Empty for weak scaling, which his law does not describe.
+    For weak scaling, which Amdahl's law does not describe, return the best size or an empty text.
     """
     sizes, serial, best = series.sizes, series.serial_fraction, series.best
     first, last = sizes[0].num_processes, sizes[-1].num_processes
@@ -123,10 +123,10 @@ def law(series: Series) -> str:
     if len(sizes) < 3 or not series.fixed:
         return "No serial fraction: Amdahl's law needs three world sizes with the same work."
     if serial is None:
-        return "No serial fraction: the part of the time that more processes do not shorten changes with these sizes."
+        return "No serial fraction: the serial part of the time differs among these sizes, which breaks Amdahl's law."
     words = f"Serial fraction {serial:.1%} (Amdahl's law, {len(sizes)} world sizes)"
     if serial * _FAR * last < first:
-        return f"{words}: too small for a limit to follow from sizes up to {last}."
+        return f"{words}: too small to derive a limit from sizes up to {last}."
     return (
         f"{words}: that part of the time on {plural(first, 'process')} does not shrink, so no number of processes can "
         f"be more than {1 / serial:.3g} times as fast."

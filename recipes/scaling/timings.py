@@ -1,7 +1,7 @@
-"""Timings: a row for each epoch, or measured stretch, of a training, and the files that hold them.
+"""Timings: a row for each epoch or measured part of a training, and the files that hold the rows.
 
-`train.py --measure` and `recipes scale run` add rows to a .jsonl. Anyone else can write these files
-too, also as .csv. A field of `Timing` is a column of a file.
+`train.py --measure` and `recipes scale run` add rows to a .jsonl file. Other programs can write
+such files too, also as .csv. Each field of `Timing` is a column of a file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from recipes.errors import Problem, UserError, mistake
 from recipes.run import Settings
 
-WARM_UP_STEPS = 3  # of each run, which are not timed
+WARM_UP_STEPS = 3  # steps at the start of each run that are not timed
 
 
 @dataclass(frozen=True)
 class Timing:
     """One row. Times are in seconds, sizes in bytes.
 
-    Only `num_processes` and `epoch_time` are required: a number is None if unknown, text is empty.
+    Only `num_processes` and `epoch_time` are required. An unknown number is None, a text empty.
     """
 
     num_processes: int
@@ -44,14 +44,14 @@ class Timing:
     accumulation: int | None = None
     tokens: int | None = None  # in epoch_time
     loss: float | None = None  # of the evaluation
-    step_time: float | None = None  # of an optimizer step, as are the times below
+    step_time: float | None = None  # of an optimizer step, like the times below
 
-    # The parts of a step, in the order in which they happen: they add up to it, and are means over
-    # the processes. Only `logging` and `saving` are those of the process that writes. The others
-    # wait for it, and that wait is not counted as `other`.
+    # The parts of a step, in the order in which they happen. They add up to a step, and are means
+    # over the processes. Only `logging` and `saving` are times of the process that writes: the wait
+    # of the other processes for that process is not counted as `other`.
     data_wait: float | None = None
     forward: float | None = None
-    backward: float | None = None  # without the communication that it waits for
+    backward: float | None = None  # without the wait for communication
     communication: float | None = None  # exposed, without the wait for slower processes
     optimizer: float | None = None
     logging: float | None = None
@@ -59,22 +59,22 @@ class Timing:
     other: float | None = None
     data_wait_max: float | None = None  # of the slowest process
 
-    # A step without exchange of gradients, of the median and of the slowest process. The median of
-    # two is the faster one: their mean would count half of a slow process against both.
+    # The time of a step without gradient synchronization, of the median and of the slowest process.
+    # The median of two processes is the faster one: a mean would blame half of a slowdown on both.
     no_sync_step: float | None = None
     no_sync_step_max: float | None = None
-    pass_overhead: float | None = None  # of a forward and backward pass, whatever the number of its examples
+    pass_overhead: float | None = None  # of a forward and backward pass: the cost that does not depend on the examples
 
-    # What a process sends in a step, and the link between the processes while nothing else runs:
-    # the bus bandwidth in bytes/s of an all-reduce as large as those of a step, and the time of one
-    # of a few bytes.
+    # The communication of a process in a step, and the link between processes while nothing else
+    # runs: link_bandwidth is the bus bandwidth in bytes/s of an all-reduce as large as those of a
+    # step, link_latency is the time of an all-reduce of a few bytes.
     overlap: float | None = None  # share of the communication that the backward pass hides, 0 to 1
     syncs: float | None = None  # backward passes that exchanged gradients
     collectives: float | None = None
     sync_bytes: int | None = None
     link_bandwidth: float | None = None
     link_latency: float | None = None
-    peak_memory: int | None = None  # of the process that needs most
+    peak_memory: int | None = None  # of the process that needs the most memory
 
     hardware: str = ""
     engine: str = ""  # "ddp", "deepspeed", ...
@@ -84,33 +84,33 @@ class Timing:
     save_steps: int | None = None
     eval_steps: int | None = None
     command: str = ""  # train.py's flags
-    applied: str = ""  # the recommendation that this run tries, or "before: ..." in the run beside it
-    predicted: float | None = None  # throughput over the run before that the recommendation promised
+    applied: str = ""  # the advice that this run tries, or "before: ..." in the run without the advice
+    predicted: float | None = None  # the throughput with the advice over that without it, as predicted
 
     timed: str = ""  # what epoch_time covers, such as "20 steps"; empty for an epoch
-    slowest_rank: int | None = None  # the process whose step without exchange takes longest
+    slowest_rank: int | None = None  # the process whose step without gradient synchronization takes longest
     slowest_host: str = ""
     slowest_device: str = ""
-    data_wait_rank: int | None = None  # the process that waits most for data
+    data_wait_rank: int | None = None  # the process that waits longest for data
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of those parts of a step that are known."""
+        """The known parts of a step, in seconds by name."""
         return {name: seconds for name in PARTS if (seconds := getattr(self, name)) is not None}
 
 
 PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "logging", "saving", "other")
 OF_ONE_PROCESS = ("slowest_rank", "slowest_host", "slowest_device", "data_wait_rank")
-COLUMNS = {one.name: str(one.type) for one in fields(Timing)}  # with their types
+COLUMNS = {one.name: str(one.type) for one in fields(Timing)}  # each with its type
 
-_RATES = {"samples_per_second": "samples", "tokens_per_second": "tokens"}  # columns instead of epoch_time
-_OF_A_RATE = 1000  # a throughput alone is the time of so many
+_RATES = {"samples_per_second": "samples", "tokens_per_second": "tokens"}  # columns that may replace epoch_time
+_OF_A_RATE = 1000  # samples or tokens: a throughput alone becomes the time of this many
 _POSITIVE = ("num_processes", "epoch_time", "samples", "step_time", "global_batch", *_RATES)
-_EXAMPLE = "a .csv whose first line is num_processes,epoch_time,samples, or the .jsonl of recipes scale run"
+_EXAMPLE = "give a .csv whose first line is num_processes,epoch_time,samples, or the .jsonl of recipes scale run"
 
 
 def name_of(run: Settings) -> str:
-    """The name of a run's rows: its `run_name`, else the last part of its model's name."""
+    """Return the name for a run's rows: its `run_name`, else the last part of its model's name."""
     model = run["model_name_or_path"]
     return run["run_name"] or (str(model).rstrip("/").rpartition("/")[2] if model else "demonstration")
 
@@ -119,9 +119,9 @@ def name_of(run: Settings) -> str:
 
 
 def read(files: Iterable[str | Path]) -> list[Timing]:
-    """The rows of all files; a row without a name gets the file's.
+    """Return the rows of all files; a row without a name gets the name of its file.
 
-    Raises `UserError` with the first mistake of each row.
+    Raises `UserError` with the first mistake of each row, or if there are no rows.
     """
     rows: list[Timing] = []
     problems: list[Problem] = []
@@ -139,7 +139,7 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
 
 
 def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The rows of a file that are not empty, with the numbers of their lines."""
+    """Return the rows of a file that are not empty, with the numbers of their lines."""
     number = 0
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -160,7 +160,7 @@ def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def parse_row(row: Mapping[str, Any], source: str) -> Timing:
-    """A row of a file as a Timing, without unknown columns. Raises `UserError`."""
+    """Return a row of a file as a Timing, without unknown columns. Raises `UserError`."""
     known = {*COLUMNS, *_RATES}
     values = {
         name: _value(name, value, source) for name, value in row.items() if name in known and value not in (None, "")
@@ -177,10 +177,10 @@ def parse_row(row: Mapping[str, Any], source: str) -> Timing:
     for name in ("num_processes", "epoch_time"):
         if name not in values:
             or_rate = " or samples_per_second" if name == "epoch_time" else ""
-            raise mistake(name, "is missing", f"a column {name}{or_rate}, filled in each row", source)
+            raise mistake(name, "is missing", f"add a column {name}{or_rate}, filled in each row", source)
     if values.get("scaling") == "weak" and not (values.keys() & {"samples", "tokens"}):
-        what = "is missing: in weak scaling the work grows with the processes, and nothing says how"
-        raise mistake("samples", what, "a column samples: examples of all processes in epoch_time", source)
+        what = "is missing: in weak scaling the work grows with the processes, and no column shows by how much"
+        raise mistake("samples", what, "add a column samples: examples of all processes in epoch_time", source)
     return Timing(**values)
 
 
@@ -188,15 +188,15 @@ def _value(name: str, value: Any, source: str) -> Any:
     kind = COLUMNS.get(name, "float")
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
-            raise mistake(name, f"{value!r} is neither strong nor weak", "strong or weak", source)
+            raise mistake(name, f"{value!r} is neither strong nor weak", "write strong or weak", source)
         return str(value)
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise mistake(name, f"{value!r:.40} is not a number", "a number, such as 12.5", source) from None
+        raise mistake(name, f"{value!r:.40} is not a number", "write a number, such as 12.5", source) from None
     whole, positive = kind.startswith("int"), name in _POSITIVE
     if not 0 <= number < inf or (positive and not number) or (whole and number % 1):
-        fix = f"a {'whole ' * whole}number {'above' if positive else 'of at least'} 0"
+        fix = f"write a {'whole ' * whole}number {'above' if positive else 'of at least'} 0"
         raise mistake(name, f"{value!r} is not possible", fix, source)
     return int(number) if whole else number
 
@@ -205,7 +205,7 @@ def _value(name: str, value: Any, source: str) -> Any:
 
 
 def append(file: str | Path, rows: Iterable[Timing]) -> None:
-    """Add rows to a .jsonl; makes it if missing. Raises `UserError` if it cannot be written."""
+    """Add rows to a .jsonl file, or create it. Raises `UserError` if the file cannot be written."""
     require_room(file)
     with Path(file).open("a", encoding="utf-8") as stream:
         for row in rows:
@@ -214,7 +214,7 @@ def append(file: str | Path, rows: Iterable[Timing]) -> None:
 
 
 def require_room(file: str | Path) -> None:
-    """Begin a file of timings. Raises `UserError` if rows cannot be added to it."""
+    """Create a missing file of timings. Raises `UserError` if the file cannot be written."""
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).open("a").close()
@@ -222,20 +222,20 @@ def require_room(file: str | Path) -> None:
         raise mistake("FILE", f"{file} cannot be written: {error.strerror}", "choose a writable folder") from None
 
 
-# --- The error that repeats leave ----------------------------------------------------------------
+# --- The uncertainty that repeats show -----------------------------------------------------------
 
 # The median of |x - y| of two normal values, in standard deviations.
 _PAIR = 0.954
-# The standard error of a median of n normal values is this times the deviation over sqrt(n).
+# The standard error of the median of n normal values is this times their deviation / sqrt(n).
 _MEDIAN = 1.253
-_SURE = 2  # standard errors: about 19 of 20 medians are nearer than that
-_MOST = 50  # of the values are compared in pairs
+_SURE = 2  # standard errors: about 19 of 20 medians are off by less
+_MOST = 50  # at most this many of the values are compared in pairs
 
 
 def of_median(values: Sequence[float]) -> float:
-    """The error that the median of these values may have; 0 if there are no repeats to say.
+    """Return the error that the median of these values may have; 0 for fewer than two values.
 
-    Their scatter is a median too: one disturbed repeat does not hide what the others agree on.
+    The scatter of the values is a median too, so one disturbed repeat hardly changes it.
     """
     few = sorted(values)[:: -(-len(values) // _MOST) or 1]
     pairs = [abs(one - other) for one, other in combinations(few, 2)]
@@ -243,6 +243,6 @@ def of_median(values: Sequence[float]) -> float:
 
 
 def together(*parts: float | None) -> float | None:
-    """The uncertainty of a sum or difference; None if nothing is known of any part."""
+    """Return the uncertainty of a sum or difference; None if that of every part is unknown."""
     known = [part for part in parts if part is not None]
     return sqrt(sum(part**2 for part in known)) if known else None

@@ -25,7 +25,7 @@ def test_by_default_there_is_a_rank_for_each_gpu_or_two_on_a_cpu():
     [
         ("--nodes 2", "main_process_ip"),
         ("--nodes 2 --main_process_ip n1 --machine_rank 2", "0 to 1"),
-        ("--nodes 2 --main_process_ip n1 --num_processes 3", "2 times"),
+        ("--nodes 2 --main_process_ip n1 --num_processes 3", "a multiple of 2"),
     ],
 )
 def test_a_world_that_is_not_possible_is_a_mistake(words, advice):

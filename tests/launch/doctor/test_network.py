@@ -37,7 +37,7 @@ def test_nodes_that_reach_each_other_meet_and_hear_what_each_says():
 @pytest.mark.parametrize(
     ("nodes", "present", "fatal", "words"),
     [
-        (3, (0, 2), None, "node 1 did not come within 3 s"),
+        (3, (0, 2), None, "node 1 did not join within 3 s"),
         (2, (1,), None, "did not answer within 3 s"),
         (2, (0, 1), 1, "node 1 failed a check"),
     ],
@@ -53,7 +53,7 @@ def test_a_port_in_use_is_named_with_one_that_is_free():
         port = listener.getsockname()[1]
         check = met(2, 0, port=port)[0][0]
     assert f"cannot listen on port {port}" in check.found
-    assert re.fullmatch(r"--main_process_port \d+ on every node, or end what uses it", check.fix)
+    assert re.fullmatch(r"use --main_process_port \d+ on every node, or end the program that uses the port", check.fix)
 
 
 def test_a_node_that_has_gone_says_nothing_more(monkeypatch):
@@ -66,4 +66,4 @@ def test_a_node_that_has_gone_says_nothing_more(monkeypatch):
 def test_a_name_that_is_not_resolved_is_named():
     words = "--nodes 2 --machine_rank 0 --main_process_ip no-such-node.invalid --main_process_port 4000"
     check = network.gathered(network.Meeting(requested(*words.split())), fatal=False)
-    assert "no-such-node.invalid is not resolved" in check.found and check.fix.startswith("--main_process_ip")
+    assert "no-such-node.invalid is not resolved" in check.found and "--main_process_ip" in check.fix

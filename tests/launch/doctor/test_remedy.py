@@ -38,8 +38,8 @@ def found(*words):
 @pytest.mark.parametrize(
     ("works", "failure", "says", "runs"),
     [
-        (lambda number, _: number > 0, REFUSED, "run it again some times", 2),  # again, and it works: no switch
-        (lambda number, _: number > 0, KILLED, "run it again some times", 2),
+        (lambda number, _: number > 0, REFUSED, "run the doctor again", 2),  # again, and it works: no switch
+        (lambda number, _: number > 0, KILLED, "run the doctor again", 2),
         (lambda number, _: number > 1, REFUSED, "now and then", 4),
         (lambda *_: False, KILLED, KILLED.fix, 2),
         (lambda *_: False, BROKEN, BROKEN.fix, 1),  # not a link

@@ -72,9 +72,9 @@ def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
     ("rates", "says"),
     [
         ({1: 100, 2: 166}, "needs three world sizes with the same work."),
-        ({1: 100, 2: 150, 4: 380, 8: 790}, "that more processes do not shorten changes with these sizes."),
+        ({1: 100, 2: 150, 4: 380, 8: 790}, "differs among these sizes, which breaks Amdahl's law."),
         ({w: 100 / (0.05 + 0.95 / w) for w in (1, 2, 4, 8)}, "can be more than 20 times as fast."),
-        ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small for a limit to follow from sizes up to 4."),
+        ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small to derive a limit from sizes up to 4."),
     ],
 )
 def test_the_law_of_the_sizes_or_why_there_is_none(rates, says):

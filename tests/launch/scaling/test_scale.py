@@ -59,7 +59,7 @@ def advice(alone: list[Timing], row: Timing) -> list[Advice]:
 def test_a_healthy_run_has_no_cause_and_says_what_it_timed(alone, healthy, tiny_model):
     from safetensors import safe_open
 
-    (series,) = analyse([*alone[:1], dataclasses.replace(healthy, name="another job")])
+    (series,) = analyse([*alone[:1], healthy])
     assert [size.num_processes for size in series.sizes] == [1, 2]
     assert verdict(alone, healthy).cause is None
     assert (healthy.accumulation, healthy.syncs, healthy.timed) == (2, 1, f"{emulated.STEPS} steps")

@@ -44,7 +44,7 @@ def test_it_says_so_if_a_model_cannot_be_traced(said, monkeypatch):
     AutoConfig.register(LooksAtItsDataConfig.model_type, LooksAtItsDataConfig)
     AutoModelForCausalLM.register(LooksAtItsDataConfig, LooksAtItsData)
     monkeypatch.setitem(MODELS, "untraceable", LooksAtItsDataConfig(**SHAPE))
-    assert "recipes fit, which measures it" in said("untraceable", "--gpu 'A100 80GB' --recipe standard", 2)
+    assert "use recipes fit, which measures the memory" in said("untraceable", "--gpu 'A100 80GB' --recipe standard", 2)
 
 
 def test_it_prints_a_row_for_each_recipe_and_the_recommended_one(said):

@@ -1,4 +1,4 @@
-"""`recipes plan`: the memory of each recipe on a GPU that need not be here, and which to take."""
+"""`recipes plan`: the memory of each recipe on a GPU that need not be here, and the best recipe."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from recipes.planner.plan import Plan, plan_memory
 from recipes.run import Json
 
 _GIB = 2**30
-# The columns of the table, by part of the memory.
+# The columns of the table, by component of the memory.
 _HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ", "logits": "logits",
     "buffers": "buffers", "cached": "cached", "context": "context",
 }  # fmt: skip
 _EXPLANATION = f"""\
 batch: examples in a micro-batch x micro-batches in a step, on each GPU
-params: the weights, as this GPU keeps them or its share, and what is gathered of them at once
-grads: gradients at the fullest moment of a step; 0 if they are made while activations go
+params: the weights, or this GPU's share of them, and the weights that are gathered at the same time
+grads: gradients at the fullest moment of a step; 0 if gradients are made only as activations are freed
 optim: the optimizer's state, such as Adam's two moments, or this GPU's share of it
-activ: what the forward pass keeps for the backward pass, and autocast's 16-bit weights
-logits: tensors as wide as the vocabulary: the head's output, its loss, their gradients
-buffers: what is neither weight nor gradient: DDP's and DeepSpeed's buckets, the model's buffers
-cached: what torch has reserved in pieces that nothing fits into; 0 where the rest does not fit already
-context: what CUDA takes for itself before the first tensor: driver and kernels
-total: the sum of these, at the moment of a step or evaluation that needs most; not each part's own peak. nvidia-smi
-shows it for the process; without context it is torch's memory_reserved, without cached too its memory_allocated
-fits: whether total fits the GPU with {MARGIN:.0%} to spare, and host the RAM that --host_memory says
-host: RAM of a node: the model while it is loaded; later what is offloaded, and copies of it for a save
+activ: tensors that the forward pass keeps for the backward pass, and autocast's 16-bit weights
+logits: tensors as wide as the vocabulary: the head's output, the loss, and their gradients
+buffers: buckets of DDP and DeepSpeed, send buffers of FSDP, cuBLAS workspaces, the model's buffers
+cached: memory that torch has reserved in pieces too small to use; 0 if the other columns alone do not fit
+context: memory that CUDA takes outside torch's allocator: driver and kernels
+total: the sum of these columns at the moment that needs most, not the sum of each column's own peak. nvidia-smi shows
+total for the process; total less context is torch's memory_reserved, and less cached too its memory_allocated
+fits: yes if total fits the GPU with {MARGIN:.0%} to spare, and host fits the RAM given by --host_memory
+host: RAM of a node: the model during loading; later the offloaded states, and copies of the weights during a save
 step: seconds of an optimizer step: compute + exposed communication + offload
 not counted: memory of data loading; kernels of torch.compile
-how sure: of 21 public readings of reserved memory one lies 3.5% above the plan, the others at most
-1.6% (python -m tests.benchmarks.published); here {MARGIN:.0%} is kept free
+how sure: of 21 published values of reserved memory one lies 3.5% above the plan, the others at most
+1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free
 """
 
 
 _FLAGS = """
---gpu NAME                     a card: A100 80GB, H100, L4, ...
---gpu_memory GB                usable GB of another card
---host_memory GB               GB of RAM per node [any is enough]
---num_processes N              number of GPUs [num_processes of an Accelerate YAML of your own, or 1]
---nodes N                      nodes that these GPUs are on [1]
---recipe NAME                  plan only this recipe, or a file of your own
---accelerate_config FILE|NAME  instead of the recipe's own YAML
---mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [as published for the card]
---bandwidth GB/s               between GPUs: busbw of nccl-tests [NVLink's or PCIe's, in one node]
---details                      what each column holds, what times assume, how the batch can be split
---json                         for scripts: bytes and seconds
+--gpu NAME                     name of the GPU: A100 80GB, H100, L4, ...
+--gpu_memory GB                usable GB of the GPU, in place of --gpu
+--host_memory GB               GB of RAM per node [no limit]
+--num_processes N              number of GPUs [num_processes of your own Accelerate YAML, or 1]
+--nodes N                      number of nodes that hold these GPUs [1]
+--recipe NAME                  plan only this recipe, or your own recipe file
+--accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own
+--mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [published value]
+--bandwidth GB/s               bandwidth between GPUs: busbw of nccl-tests [value of NVLink or PCIe, in one node]
+--details                      explain the columns and the times, and print other splits of the batch
+--json                         print JSON for scripts: bytes and seconds
 """
 
 
@@ -74,12 +74,12 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def as_json(plan: Plan) -> Json:
-    """The plan as `--json` prints it: bytes and seconds, null if unknown."""
+    """Return the plan as `--json` prints it: bytes and seconds, null if unknown."""
     return json.loads(json.dumps({**vars(plan), "margin": MARGIN}, default=_part_as_json))
 
 
 def _part_as_json(part: object) -> Json:
-    """A recipe's sums have the names of what reads them on a GPU; `total_bytes` is nvidia-smi's."""
+    """Add a recipe's sums, named after torch's counters; nvidia-smi shows `total_bytes`."""
     content = {name: value for name, value in vars(part).items() if name != "run"}
     if isinstance(part, Planned):
         read = {"memory_allocated": part.components.allocated, "memory_reserved": part.components.reserved}
@@ -91,7 +91,7 @@ def _part_as_json(part: object) -> Json:
 
 
 def _print(plan: Plan, processes: int, details: bool) -> None:
-    """The answer, the table behind it, and with `details` what the table assumes."""
+    """Print the answer, the table behind it, and with `details` the table's assumptions."""
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
     longest = "" if plan.length == plan.asked_length else f", the model's longest ({plan.asked_length:,} requested)"
@@ -107,14 +107,14 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
     if plan.advice:
         print_problems(plan.advice, console())
     print("\nGiB on each GPU, and in the RAM of each node (host):")
-    timed = plan.recipes[0].time.total is not None  # what is known for one is known for all
+    timed = plan.recipes[0].time.total is not None  # a time is known for all recipes or for none
     heads = ["recipe", "batch", *_HEADS.values(), "total", "fits", "host"] + ["step"] * timed
     print_table(heads, [_row(entry) for entry in plan.recipes], whole=True)
     _print_notes(plan)
     if details or not timed:
         _print_time(plan, processes, timed)
     if not details:
-        print("--details says what each column holds, what the times assume, and how the batch can be split")
+        print("add --details to see what each column holds, what the times assume, and how the batch can be split")
         return
     if plan.recommended:
         _print_splits(plan, processes)
@@ -123,12 +123,12 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
 
 
 def _print_answers(plan: Plan) -> None:
-    """What fits, each with its command, the fastest first."""
+    """Print the recipes and changes that fit, each with its command, the fastest first."""
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
     whole = [entry for entry in plan.recipes if entry.run.engine.offload_optimizer == "none"]
     if whole and not any(entry.fits for entry in whole):
         least = min(whole, key=lambda entry: entry.total_bytes)
-        print(f"as asked and without offload: no, {least.name} needs {_gib(least.total_bytes)} GiB")
+        print(f"nothing fits as requested without offload: {least.name} needs {_gib(least.total_bytes)} GiB")
     answers = [(best.time.total, f"take {best.name}, {_why(plan)}", best, plan.command)]
     for step in plan.next_steps:
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
@@ -143,7 +143,7 @@ def _print_answers(plan: Plan) -> None:
 
 
 def _print_time(plan: Plan, processes: int, timed: bool) -> None:
-    """What the times of a step hold and assume, or why they are unknown."""
+    """Print the parts and assumptions of a step's time, or why the time is unknown."""
     if not timed:
         ignored = "; --mfu has no effect" if plan.mfu_source == "--mfu" else ""
         print(f"the time of a step is unknown: {plan.unknown_compute}{ignored}")
@@ -154,15 +154,15 @@ def _print_time(plan: Plan, processes: int, timed: bool) -> None:
         link = f"at {plan.bandwidth / 1e9:g} GB/s, {plan.link}" if plan.bandwidth is not None else link
         parts.append(f"exposed communication ({link})")
     if any(entry.time.host for entry in plan.recipes):
-        parts.append("offload, at least (PCIe of data sheets, Adam as DeepSpeed's author published)")
-    print(" + ".join(parts) + "; without data, evaluation and saves")
+        parts.append("offload, a lower bound (PCIe from data sheets, Adam as DeepSpeed's author published)")
+    print(" + ".join(parts) + "; data, evaluation and saves are left out")
 
 
 def _print_notes(plan: Plan) -> None:
     """Print notes on single recipes, and the recipes that are refused."""
     for entry in plan.recipes:
         if entry.moment == EVALUATION:
-            print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size sets their memory")
+            print(f"{entry.name}: evaluations need more memory than steps; --per_device_eval_batch_size sets how much")
     for note in dict.fromkeys(note for entry in plan.recipes for note in entry.notes):
         print(f"{', '.join(entry.name for entry in plan.recipes if note in entry.notes)}: {note}")
     for name, why in plan.refused.items():
@@ -171,14 +171,14 @@ def _print_notes(plan: Plan) -> None:
 
 
 def _why(plan: Plan) -> str:
-    """The reason to take the recommended recipe of those that fit."""
+    """Return the reason to take the recommended recipe of those that fit."""
     if sum(entry.fits for entry in plan.recipes) == 1:
         return "which fits"
-    return "with least sending and offload of those that fit" if plan.unknown_compute else "the fastest that fits"
+    return "with least communication and offload of those that fit" if plan.unknown_compute else "the fastest that fits"
 
 
 def _print_splits(plan: Plan, processes: int) -> None:
-    """The ways to split the global batch: memory, and time per step where it is known."""
+    """Print the ways to split the global batch, with memory, and time per step if known."""
     if len(plan.choices) == 1:
         return
     print(f"{plan.recommended} at the same global batch, micro-batch x accumulation x GPUs:")
@@ -192,16 +192,16 @@ def _print_splits(plan: Plan, processes: int) -> None:
 
 
 def _print_next_steps(plan: Plan) -> None:
-    """What to try if nothing fits, on the GPU or in the RAM of a node (host)."""
+    """Print the changes to try if nothing fits, on the GPU or in the RAM of a node (host)."""
     enough = "more RAM" if plan.short_of_ram else "more GPUs with sharded or memory_zero3"
-    short = "nothing fits as asked"
+    short = "nothing fits as requested"
     if plan.short_of_ram:
         needed = min(entry.host_bytes_per_node for entry in plan.recipes if entry.fits_gpu) * (1 + MARGIN)
         short = f"only the RAM of each node is too small: {_gib(round(needed))} GiB are needed"
     if not plan.next_steps:
-        print(f"{short}, and no change of settings is known that needs less: use {enough}, or a smaller model")
+        print(f"{short}, and no known change of settings needs less: use {enough}, or a smaller model")
         return
-    print(f"{short}. What to try, in this order, at the same global batch:")
+    print(f"{short}. Try these changes, in this order, at the same global batch:")
     rows = []
     for number, step in enumerate(plan.next_steps, 1):
         entry = step.planned

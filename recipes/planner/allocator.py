@@ -1,7 +1,7 @@
-"""Memory that torch reserves for a training: its allocator's rules, and all requests in order.
+"""The GPU memory that torch reserves for a training, found by a replay of all its requests.
 
-The rules of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13, for one
-stream, without graphs and with its default settings. Sizes are in bytes.
+`Allocator` follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13,
+for one stream, without CUDA graphs, with torch's default settings. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from recipes.planner.memory import (
 
 MIB = 2**20
 
-SMALL = 1 * MIB  # kSmallSize: up to here, a request comes from the small pool
-SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: the small pool's segments
-LARGE_SEGMENT = 20 * MIB  # large_segment_size_: segments for requests below MIN_LARGE
-MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from here on, a request gets a segment of its own size
-ROUND_LARGE = 2 * MIB  # kRoundLarge: which is rounded up to this
+SMALL = 1 * MIB  # kSmallSize: requests up to this size come from the small pool
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: the size of the small pool's segments
+LARGE_SEGMENT = 20 * MIB  # large_segment_size_: the size of segments for requests below MIN_LARGE
+MIN_LARGE = 10 * MIB  # kMinLargeAlloc: a request of at least this size gets a segment of its own size
+ROUND_LARGE = 2 * MIB  # kRoundLarge: the size of such a segment is rounded up to a multiple of this
 
 _DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
-# A trace is up to 0.7 % off what a card allocates (python -m tests.benchmarks.published). Below
-# _IN_DOUBT bytes, the segment of a request is rounded up by more than that anyway.
+# A trace is up to 0.7 % off the bytes that a GPU allocates (python -m tests.benchmarks.published).
+# Below _IN_DOUBT bytes, rounding up the segment of a request adds more than that on average.
 _UNCERTAIN = 0.01
 _IN_DOUBT = ROUND_LARGE / 2 / _UNCERTAIN
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
-    """Bytes that torch allocates for each cuBLAS handle, if the user's environment does not say.
+    """Return the bytes that torch allocates for each cuBLAS handle if the environment sets none.
 
-    parseChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp. A handle belongs to a thread, and
-    autograd's backward runs in one of its own.
+    Source: parseChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp. Each thread has a handle of
+    its own, and autograd runs the backward in a thread of its own.
     """
     return 32 * MIB if capability[0] in (9, 10, 12) else 8 * MIB + 128 * 1024
 
@@ -58,12 +58,12 @@ def workspace_bytes(capability: tuple[int, int]) -> int:
 
 
 class OutOfMemory(Exception):
-    """A request does not fit under the limit, even without all that is cached."""
+    """A request does not fit under the limit, even after the cache is emptied."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, between its neighbours there: allocated or cached."""
+    """A piece of a segment, allocated or cached. `before` and `after` are the adjacent pieces."""
 
     address: int
     size: int
@@ -73,13 +73,13 @@ class Block:
     after: Block | None = None
 
 
-Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size class, by size and then address
+Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size class, sorted by size, then address
 
 
 class Allocator:
-    """Counts as torch.cuda.memory_allocated and memory_reserved do, with their peaks.
+    """Count bytes as torch.cuda.memory_allocated and memory_reserved do, and keep the peaks.
 
-    `limit` is what may be reserved, None for any amount.
+    `limit` is the most bytes that may be reserved, None for any amount.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -90,10 +90,10 @@ class Allocator:
         self._next_address = 0
 
     def allocate(self, size: int) -> Block:
-        """A block for `size` bytes. Raises `OutOfMemory` if there is none under the limit."""
+        """Return a block for `size` bytes. Raises `OutOfMemory` if none fits under the limit."""
         size = max(ROUNDING, _up(size, ROUNDING))
         pool = self._small if size <= SMALL else self._large
-        # The smallest cached block that is large enough, of equal ones that of the lowest address.
+        # Take the smallest cached block that is large enough, of equal sizes the lowest address.
         at = bisect_left(pool, (size,))
         block = pool.pop(at)[2] if at < len(pool) else self._new(pool, size)
         if block is None:
@@ -115,7 +115,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Cache the block, as one with its neighbours if they are cached too."""
+        """Cache the block, merged with those adjacent blocks that are cached too."""
         self.allocated -= block.size
         block.allocated = False
         if (before := block.before) and not before.allocated:
@@ -131,14 +131,14 @@ class Allocator:
         _cache(block)
 
     def empty_cache(self) -> None:
-        """Give back each segment with nothing allocated."""
+        """Release every segment in which nothing is allocated."""
         for pool in (self._large, self._small):
             whole = [entry for entry in pool if not (entry[2].before or entry[2].after)]
             self.reserved -= sum(size for size, _, _ in whole)
             pool[:] = [entry for entry in pool if entry[2].before or entry[2].after]
 
     def _new(self, pool: Pool, size: int) -> Block | None:
-        """A segment that was not reserved before, None if it is above the limit."""
+        """Reserve a new segment and return it as one block, None if it would exceed the limit."""
         least = SMALL_SEGMENT if pool is self._small else LARGE_SEGMENT
         segment = least if size < MIN_LARGE else _up(size, ROUND_LARGE)
         if self.limit is not None and self.reserved + segment > self.limit:
@@ -165,12 +165,12 @@ def _up(size: int, to: int) -> int:
 
 
 class Requests:
-    """Allocations, numbered from 0, and frees. `events`: bytes, or -1 - number to free it."""
+    """Allocations, numbered from 0, and frees. An event is a size, or -1 - number for a free."""
 
     def __init__(self) -> None:
         self.events: list[int] = []
         self.made = 0
-        self.loaded = 0  # as many of the events were before the training, whose bytes are known
+        self.loaded = 0  # the number of events before the first step: their bytes are known exactly
 
     def allocate(self, size: int) -> int:
         self.events.append(size)
@@ -184,10 +184,10 @@ class Requests:
         self.events += [-1 - number for number in numbers]
 
     def micro_batch(self, traced: Traced, gradients_stay: bool = True, workspace: int = 0) -> list[int]:
-        """A forward and a backward. Returns what outlives it: gradients, unless they do not stay.
+        """Add a forward and a backward. Returns the numbers of the gradients that stay allocated.
 
-        A gradient that does not stay is freed when it is complete: added to another one, or moved.
-        `workspace` is allocated, and kept, before the forward and before the backward.
+        If not `gradients_stay`, a complete gradient is freed: it is added to another, or moved.
+        Before the forward and before the backward, `workspace` bytes are allocated and kept.
         """
         rows = traced.allocations.tolist()
         freed_at: dict[int, list[int]] = defaultdict(list)
@@ -206,10 +206,11 @@ class Requests:
         return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
-        """All but trained parameters: as `from_pretrained` does it, and then peft.
+        """Add the loading of all frozen parameters by `from_pretrained`, and the casts by peft.
 
-        It asks for all of it at once, and frees it (`caching_allocator_warmup`). A matrix is packed
-        on the GPU; `packed` are the bytes of its parameters. Then the rest gets `other` bytes each.
+        `from_pretrained` first allocates and frees the total (`caching_allocator_warmup`). Then it
+        packs each matrix on the GPU into `packed` bytes per parameter. Last, peft casts all other
+        parameters from 2 to `other` bytes.
         """
         base = [(size, kind == IN_4_BITS) for size, kind in sizes if kind != TRAINED]
         self.free([self.allocate(sum(size // 2 if small else 2 * size for size, small in base))])
@@ -227,15 +228,15 @@ class Requests:
             self.free([half])
 
     def peak(self) -> int:
-        """The most bytes that are allocated at once, each request rounded up."""
+        """Return the most bytes that are allocated at once, with each request rounded up."""
         return self.replay().peak_allocated
 
     def reserved(self, limit: int | None = None) -> int:
-        """Bytes that torch reserves under this limit. Raises `OutOfMemory` if they do not fit.
+        """Return the bytes that torch reserves. Raises `OutOfMemory` if they exceed the limit.
 
-        A piece that is just large enough may be just too small on a card. So this is the worse of
-        two replays: as traced, and with a training whose largest requests are larger by what a
-        trace may be off, less what that adds to what is allocated.
+        A cached block that is just large enough here may be just too small on a GPU. So the result
+        is the larger of two replays. In the second, the training's largest requests grow by the
+        error of a trace; the allocated bytes that this adds are subtracted from the result.
         """
         exact = self.replay(limit)
         try:
@@ -245,9 +246,9 @@ class Requests:
         return max(exact.peak_reserved, larger.peak_reserved - (larger.peak_allocated - exact.peak_allocated))
 
     def replay(self, limit: int | None = None, larger: float = 1) -> Allocator:
-        """The allocator after it, if a training's large requests are so many times as large.
+        """Return the allocator after all events, with a training's large requests times `larger`.
 
-        Raises `OutOfMemory` if they do not fit under its limit.
+        Raises `OutOfMemory` if the requests do not fit under the limit.
         """
         allocator = Allocator(limit)
         blocks: list[Block] = []
@@ -262,14 +263,13 @@ class Requests:
 
 
 def with_cached(memory: Memory, limit: int) -> Components:
-    """The needs of a run with cuBLAS's workspaces, and all that torch reserves beside its
-    allocations.
+    """Return the run's needs with cuBLAS's workspaces and the memory that torch caches.
 
-    Under `limit`: torch then gives back what it has cached, and asks again. If that fails too, it
-    is what is reserved under the least limit, to 5 %, under which it does not. What it caches is
-    not asked where not even the allocations fit. With expandable segments torch unmaps what it has
-    cached, page by page, before memory runs out: it is not counted, except for the pools of several
-    streams, which ZeRO and FSDP have.
+    torch reserves at most `limit` bytes: at the limit it empties its cache and tries again. If that
+    fails, the result holds for a limit raised in steps of 5 % until the run fits. The cache counts
+    as 0 if the allocations alone exceed `limit`. It also counts as 0 with expandable segments, as
+    torch then unmaps cached pages before memory runs out. ZeRO and FSDP are the exception: their
+    several streams have pools of their own.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
@@ -279,7 +279,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
         return states
     if memory.run["expandable_segments"] and memory.run.engine.kind not in ("deepspeed", "fsdp"):
         return states
-    # In one piece, states count as if they were at their fullest all the time.
+    # States in one piece stay at their fullest all the time: `more` is the surplus.
     requests = requests_of(memory, states)
     more = requests.peak() - states.allocated if casts_the_model(memory.run) else 0
     limit += more - states.context
@@ -291,18 +291,19 @@ def with_cached(memory: Memory, limit: int) -> Components:
 
 
 def requests_of(memory: Memory, states: Components) -> Requests:
-    """Loading, and two steps: the second one's moments lie where the first one's activations were.
+    """Return the requests of loading, of two steps, and of one evaluation if the run has any.
 
-    If there are evaluations, one follows. All micro-batches after the second one are as the second.
-    With DeepSpeed and FSDP, each of `states` is there from the start, in one piece: what they
-    gather at the fullest moment too. ZeRO-1 and ZeRO-2 make their bucket in each micro-batch.
+    The first update places the optimizer's state where activations were, which changes the second
+    step. All later micro-batches repeat the second one. With DeepSpeed and FSDP, each of `states`
+    is one allocation at the start, with the parameters gathered at the fullest moment. ZeRO-1 and
+    ZeRO-2 allocate their bucket in each micro-batch.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights
     workspace = workspace_bytes(run.hardware.capability)
     accumulation, gradients_stay = memory.accumulation, not memory.viewed or memory.beside_views
-    moments: list[int] = []  # are made in the first update
-    temporaries: list[list[int]] = []  # groups of them, in each update
+    moments: list[int] = []  # the optimizer's state, allocated in the first update
+    temporaries: list[list[int]] = []  # the groups that each update allocates, one after the other
     bucket = REDUCE_BUCKET * weight_bytes(run) if memory.stage in (1, 2) else 0
     if casts_the_model(run):
         accumulation, gradients_stay = 1, False
@@ -334,6 +335,6 @@ def requests_of(memory: Memory, states: Components) -> Requests:
         for group in temporaries:
             requests.free(requests.allocate_all(group))
         requests.free(gradients)
-    if memory.evaluation:  # frees all that it allocates: a step after it asks for little that is new
+    if memory.evaluation:  # it frees all that it allocates: a later step needs little new memory
         requests.micro_batch(memory.evaluation, gradients_stay=False)
     return requests

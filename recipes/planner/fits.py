@@ -1,4 +1,4 @@
-"""The memory of one model's micro-batches, and the largest one that fits on a GPU."""
+"""The memory of one model at any micro-batch, and the largest micro-batch that fits on a GPU."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from recipes.run import RunSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Of what torch reserved in the readings of tests/benchmarks/published.py, one lies 3.5 % above the
-# plan, the others at most 1.6 %.
+# In tests/benchmarks/published.py, one reading of torch's reserved memory lies 3.5 % above the
+# plan, and the others at most 1.6 %.
 MARGIN = 0.06
 
 
@@ -44,7 +44,7 @@ MARGIN = 0.06
 
 
 class Estimator:
-    """Memory of one model's micro-batches. Two cached traces give every other size."""
+    """The memory of one model at any micro-batch: traces of 2 and 3 sequences give most others."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = _with_padding(config)
@@ -52,18 +52,18 @@ class Estimator:
         self._traced: dict[Case, Traced] = {}
 
     def memory(self, run: RunSpec, micro: int) -> Memory:
-        """The memory of the run at this micro-batch and its global batch.
+        """Return the memory of the run at this micro-batch and the run's global batch.
 
-        Raises `UserError` if the model cannot be built or traced, or cannot have these adapters.
+        Raises `UserError` if the model cannot be built or traced, or if peft refuses the adapters.
         """
         return Memory(run, self.weights(run), self.traced(run, micro), share(run) // micro, self._evaluation(run))
 
     def weights(self, run: RunSpec) -> Weights:
-        """The model's parameters with the run's task and adapters. Raises `UserError`."""
+        """Count the model's parameters with the run's task and adapters. Raises `UserError`."""
         from recipes.planner.trace import weigh
 
         adapters = _adapters(run)
-        if adapters:  # how wide they and the numbers of 4-bit products are changes no count
+        if adapters:  # the dtypes of adapters and of 4-bit products change no count
             adapters = replace(adapters, in_fp32=True, four_bits=adapters.four_bits and "bfloat16")
         key = (run["task"], adapters)
         if key not in self._weights:
@@ -72,27 +72,27 @@ class Estimator:
             except Exception as error:  # models and peft raise exceptions of their own
                 message = one_line(error)
                 if adapters is None:
-                    fix = "a decoder, or an encoder with --task sequence_classification"
+                    fix = "use a decoder, or an encoder with --task sequence_classification"
                     raise mistake("model", f"cannot be built for {run['task']}: {message}", fix) from None
                 what = f"peft refuses this model: {message}"
                 raise mistake("use_peft", what, what_peft_accepts(message, run["use_dora"])) from None
         return self._weights[key]
 
     def length(self, run: RunSpec) -> int:
-        """Tokens per sequence: the run's `max_length`, at most the model's positions."""
+        """Return the tokens per sequence: the run's `max_length`, at most the model's positions."""
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
 
     def traced(self, run: RunSpec, micro: int) -> Traced:
-        """One micro-batch. Raises `UserError` if the model does not run without data."""
+        """Trace one micro-batch. Raises `UserError` if the model does not run without data."""
         return self._of_case(run, self.case(run, micro))
 
     def _evaluation(self, run: RunSpec) -> Traced | None:
-        """One batch of an evaluation, None without evaluations.
+        """Return the trace of one evaluation batch, None if the run has no evaluations.
 
-        Trainer calls the model as in training, with its autocast: `bf16_full_eval` holds only after
-        the last step (`evaluation_loop`). It keeps no logits from one batch to the next: our
-        language models have no metrics, and a classifier's are a few numbers an example.
+        Trainer evaluates with the training's autocast: `bf16_full_eval` takes effect only after the
+        last step (`evaluation_loop`). Trainer keeps no logits of language models between batches,
+        as they have no metrics here; a classifier's logits are a few numbers per example.
         """
         if run["eval_strategy"] == "no":
             return None
@@ -103,15 +103,15 @@ class Estimator:
         from recipes.planner.trace import at_batch
 
         try:
-            # Liger's chunks are powers of 2 tokens. A batch of 1 takes views where others copy.
+            # Liger's chunks (2^n tokens) and a batch of 1 (views, not copies) do not extrapolate.
             if case.batch > 1 and not case.liger:
                 with contextlib.suppress(ValueError):
                     two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
                     return at_batch(two, three, case.batch)
             return self._trace(run, case)
         except Exception as error:  # a model's own code may fail in any way on fake tensors
-            what = f"cannot be planned, as its code does not run on tensors without data: {one_line(error)}"
-            raise mistake("model", what, "recipes fit, which measures it in real steps") from None
+            what = f"cannot be planned: the model's code does not run on tensors without data: {one_line(error)}"
+            raise mistake("model", what, "use recipes fit, which measures the memory in real steps") from None
 
     def _trace(self, run: RunSpec, case: Case) -> Traced:
         from recipes.planner.trace import trace_any
@@ -121,10 +121,10 @@ class Estimator:
         return self._traced[case]
 
     def case(self, run: RunSpec, micro: int) -> Case:
-        """The micro-batch as the run's collator makes it.
+        """Describe the micro-batch that the run's collator makes.
 
-        Rows of different lengths are padded. One row alone is too, if its length is not a multiple
-        of 8, and other rows of a run may be. Several examples packed into a row are masked apart.
+        Without packing, rows have a mask: they are padded to one length, a single row to a multiple
+        of 8. With `bfd` packing, the mask separates the examples of a row.
         """
         mixed, casts = mixed_precision(run), casts_the_model(run)
         asked = run["attn_implementation"]
@@ -145,7 +145,7 @@ class Estimator:
         )
 
     def liger(self, run: RunSpec) -> bool:
-        """True if Liger computes the loss. With label smoothing Trainer asks for the logits."""
+        """True if Liger computes the loss. With label smoothing, Trainer needs the logits."""
         of_this = replace(run, model={"model_type": self.config.model_type})
         return fuses_the_loss(of_this) and not run["label_smoothing_factor"]
 
@@ -161,7 +161,7 @@ def _adapters(run: RunSpec) -> Adapters | None:
 
 
 def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
-    """With a padding token, as in training: classifiers on decoders need it for batches."""
+    """Add a padding token if none is set, as training does: decoder classifiers need one."""
     if getattr(config.get_text_config(), "pad_token_id", None) is not None:
         return config
     config = copy.deepcopy(config)
@@ -174,21 +174,21 @@ def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run at one of its micro-batches on the requested GPU, with its time per step."""
+    """A run at one micro-batch: its memory on the requested GPU, and its time per step."""
 
     run: RunSpec
-    fits: bool  # on the GPU, and in the RAM of a node too, if that is known
+    fits: bool  # on the GPU, and in the RAM of a node if that RAM is known
     micro_batch: int
-    accumulation: int  # which keeps the global batch
+    accumulation: int  # keeps the run's global batch
     components: Components
     host_bytes_per_node: int
     time: StepTime
     fits_gpu: bool = True
     flags: Mapping[str, Any] = field(
         default_factory=dict
-    )  # needed in order to fit: checkpointing, a smaller evaluation
-    moment: str = TRAINING  # that needs most on the GPU (memory.py)
-    notes: tuple[str, ...] = ()  # what it has that other plans have not, and what is not counted
+    )  # added to make the run fit: checkpointing, a smaller evaluation batch
+    moment: str = TRAINING  # the moment that needs most on the GPU (memory.py)
+    notes: tuple[str, ...] = ()  # for the user: changes, unusual kernels, memory that is not counted
 
     @property
     def name(self) -> str:
@@ -201,10 +201,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class Planner:
-    """Runs of one model on one GPU with `usable` bytes, and on nodes with `host` bytes of RAM.
+    """Plans runs of one model on GPUs with `usable` bytes, in nodes with `host` bytes of RAM.
 
-    `host` is None if it is unknown: then any amount is enough. Times assume the share `mfu` of the
-    GPU's peak, and `bandwidth` in bytes per second, None if unknown.
+    `host` is None if the RAM is unknown: any need of RAM then fits. Times assume the share `mfu` of
+    the GPU's peak, and `bandwidth` in bytes per second, None if unknown.
     """
 
     estimator: Estimator
@@ -214,10 +214,10 @@ class Planner:
     bandwidth: float | None = None
 
     def best(self, run: RunSpec) -> Planned:
-        """The run at the largest micro-batch that fits, or at the smallest one if none fits.
+        """Plan the run at the largest micro-batch that fits, or at the smallest one if none fits.
 
-        If it is the evaluation that does not fit: with a half, a quarter, and so on, of its batch,
-        on which the result does not depend.
+        If only the evaluation does not fit, its batch is halved until it fits: results do not
+        depend on that batch.
         """
         found = entry = self._largest(run)
         batch = run["per_device_eval_batch_size"]
@@ -228,7 +228,7 @@ class Planner:
         return found if found.fits else entry
 
     def _largest(self, run: RunSpec) -> Planned:
-        """As `best`, with this evaluation. Only micro-batches up to the user's own are tried."""
+        """Plan as `best` does, at this evaluation batch. The user's micro-batch is the largest."""
         sizes = micro_batches(run)
         for micro in sizes if self._may_fit(run, sizes[-1]) else ():
             if self._may_fit(run, micro) and (entry := self.at(run, micro)).fits:
@@ -236,9 +236,9 @@ class Planner:
         return self.at(run, sizes[-1])
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
-        """False if the allocations do not fit: of weights, which take no trace, or of all.
+        """False if the allocations do not fit: of the weights, which need no trace, or all of them.
 
-        What torch caches beside them takes longer to find out, and only adds to them.
+        torch's cache is left out: it takes longer to compute, and only adds to the allocations.
         """
         weights = Memory(run, self.estimator.weights(run), accumulation=share(run) // micro)
         may = self._fits_gpu(weights.gpu) and self._fits_host(weights)
@@ -246,7 +246,7 @@ class Planner:
 
     @property
     def _limit(self) -> int:
-        """The most bytes that a run may take: the usable ones, less the margin."""
+        """The most bytes that a run may take: the usable bytes less the margin."""
         return int(self.usable / (1 + MARGIN))
 
     def _fits_gpu(self, gpu: Components) -> bool:
@@ -256,7 +256,7 @@ class Planner:
         return self.host is None or memory.host_bytes * (1 + MARGIN) <= self.host
 
     def at(self, run: RunSpec, micro: int) -> Planned:
-        """The run at this micro-batch and its own global batch, whether that fits or not."""
+        """Plan the run at this micro-batch and the run's global batch, even if it does not fit."""
         estimator, memory = self.estimator, self.estimator.memory(run, micro)
         gpu, length = with_cached(memory, self._limit), estimator.length(run)
         return Planned(
@@ -273,23 +273,23 @@ class Planner:
         )
 
     def splits(self, planned: Planned) -> Iterator[Planned]:
-        """Every split of its global batch, largest micro-batch first."""
+        """Yield the plan of every split of the run's global batch, largest micro-batch first."""
         for micro in _divisors(share(planned.run)):
             yield planned if micro == planned.micro_batch else self.at(planned.run, micro)
 
 
 def asks_for_a_micro_batch(run: RunSpec) -> bool:
-    """True if the user has written one, or what it follows from."""
+    """True if the user has set the micro-batch, or the accumulation, which determines it."""
     return run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps")
 
 
 def share(run: RunSpec) -> int:
-    """Examples that one process takes of each global batch."""
+    """Return the number of examples that one process takes of each global batch."""
     return run.batch.micro * run.batch.accumulation
 
 
 def micro_batches(run: RunSpec) -> list[int]:
-    """Micro-batches that keep the global batch, from the user's (else the largest) down to 1."""
+    """List the micro-batches that keep the global batch, from the user's or the largest to 1."""
     most = run.batch.micro if asks_for_a_micro_batch(run) else share(run)
     return [size for size in _divisors(share(run)) if size <= most]
 
@@ -299,25 +299,25 @@ def _divisors(number: int) -> list[int]:
 
 
 def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> Iterator[str]:
-    """Of attention that is not a fused kernel, of Liger and torch.compile, of loading.
+    """Yield notes on loading, loops over a sequence, Liger, torch.compile and unfused attention.
 
-    What Llama keeps from forward to backward is 0.64 to 0.86 of it if compiled (aot_eager with the
-    partitioner of inductor, torch 2.13).
+    A compiled Llama keeps 0.64 to 0.86 times as many activations for the backward (aot_eager with
+    the partitioner of inductor, torch 2.13).
     """
     if moment == LOADING:
-        yield "loading needs most, not steps: each GPU has all weights in 4 bits until they are sharded"
+        yield "loading needs more memory than steps: each GPU holds all weights in 4 bits until they are sharded"
     if LOOP in kernels:
-        yield "planned as transformers' own loop over a sequence: with a package of kernels the peak is lower"
-        yield "what torch caches is not counted: nvidia-smi shows more"
+        yield "planned with transformers' own loop over a sequence: a package of kernels makes the peak lower"
+        yield "memory that torch caches is not counted: nvidia-smi shows more"
     if run["use_liger_kernel"]:
-        yield f"Liger's kernels are not counted{', but for its loss' * liger}: the real peak is lower"
+        yield f"savings by Liger's kernels are not counted{', except by its loss' * liger}: the real peak is lower"
     if run["label_smoothing_factor"] and run["task"] == "causal_lm":
-        yield "what label smoothing computes from the logits is not counted: the real peak is higher"
+        yield "tensors that label smoothing makes from the logits are not counted: the real peak is higher"
     if run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]:
-        yield "what torch.compile fuses or computes again is not counted: the peak is lower, with CUDA graphs higher"
+        yield "savings by torch.compile are not counted: the real peak is lower, but higher with CUDA graphs"
     keeps = "which keeps batch x heads x length x length numbers in every layer"
     if EAGER in kernels:
-        asked = "as asked for" if run["attn_implementation"] == "eager" else "this model's own"
+        asked = "as requested" if run["attn_implementation"] == "eager" else "this model's default"
         yield f"attention is planned as eager ({asked}), {keeps}"
     if MATH in kernels:
-        yield f"no fused kernel of torch takes this attention on this card: the math kernel runs, {keeps}"
+        yield f"no fused kernel of torch supports this attention on this GPU: the math kernel runs, {keeps}"

@@ -1,6 +1,6 @@
-"""Stand-ins where a CPU would run something else than a GPU, or a package that is not here.
+"""Stand-ins for GPU kernels and for packages, so that a trace on a CPU shows the GPU's memory.
 
-Nothing here computes. What is made has the shapes, dtypes and lifetimes that the kernels' have.
+Nothing here computes. Tensors have the shapes, dtypes and lifetimes that real kernels give them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipes.planner.memory import EAGER, MATH, PACKAGED
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 _F, _T = torch.nn.functional, torch.Tensor
 # Operations that autocast runs in fp32 on CUDA but not on a CPU: "CUDA Ops that can autocast to
-# float32" in the documentation of torch.amp, limited to those that models of transformers call.
+# float32" in the documentation of torch.amp, limited to operations that transformers' models call.
 _IN_FP32_ON_CUDA = {
     _F.log_softmax, torch.log_softmax, _T.log_softmax, _F.layer_norm,
     _F.group_norm, _F.cross_entropy, _F.nll_loss, _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.softplus,
@@ -27,7 +27,7 @@ _IN_FP32_ON_CUDA = {
     torch.cumsum, _T.cumsum, torch.norm, _T.norm,
 }  # fmt: skip
 _SOFTMAX = {_F.softmax, torch.softmax, _T.softmax}
-# Mixtures of experts call these. On fake tensors torch's own version refuses fp32.
+# Mixtures of experts call these functions. On fake tensors, torch's own versions refuse fp32.
 _GROUPED_MATMULS = {
     function
     for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
@@ -36,9 +36,9 @@ _GROUPED_MATMULS = {
 
 
 class Operations(TorchFunctionMode):
-    """Runs what a GPU of this compute capability runs; without one, what a CPU runs.
+    """Run the operations of a GPU of this compute capability, or of a CPU if not `on_cuda`.
 
-    `kernels` names the attention that is no fused kernel: EAGER is the model's own code.
+    `kernels` names the unfused attention that ran: MATH is torch's, EAGER the model's own code.
     """
 
     def __init__(self, on_cuda: bool = True, capability: tuple[int, int] = (8, 0)) -> None:
@@ -59,7 +59,7 @@ class Operations(TorchFunctionMode):
         if func is _F.dropout:
             return _dropout(*args, **kwargs)
         if func is torch.is_autocast_enabled and not (args or kwargs):
-            return torch.is_autocast_enabled("cpu")  # without a device, this asks about CUDA
+            return torch.is_autocast_enabled("cpu")  # without a device, torch answers for CUDA
         if func not in _IN_FP32_ON_CUDA or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         args = [_in_fp32(value) for value in args]
@@ -81,7 +81,7 @@ class Operations(TorchFunctionMode):
             return torch.ops.aten._scaled_dot_product_attention_math(*kept, enable_gqa=enable_gqa)[0]
 
     def _softmax(self, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
-        """softmax(scores, dim, dtype) in its forms: memory does not depend on the dimension."""
+        """Run any form of softmax(scores, dim, dtype): memory does not depend on `dim`."""
         if scores.dim() > 2 and scores.requires_grad:
             self.kernels.add(EAGER)
         asked = next((value for value in (*others, *named.values()) if isinstance(value, torch.dtype)), None)
@@ -97,9 +97,9 @@ def _in_fp32(value: object) -> object:
 
 
 def _dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """native_dropout, which CUDA runs: its mask has a byte per element, and not the tensor's type.
+    """Run native_dropout where CUDA does: the mask takes one byte per element, in any dtype.
 
-    `is_fused_kernel_acceptable` of ATen/native/Dropout.cpp; with p of 1 there is no mask.
+    Source: `is_fused_kernel_acceptable` of ATen/native/Dropout.cpp. With p of 1 there is no mask.
     """
     if not training or not p or p == 1 or inplace:
         return torch.dropout_(tensor, p, training) if inplace else torch.dropout(tensor, p, training)
@@ -107,10 +107,10 @@ def _dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 class _Softmax(torch.autograd.Function):
-    """As CUDA's kernels: one reads 16 bits and writes fp32, without a copy in between.
+    """Softmax as CUDA runs it: one kernel reads 16 bits and writes fp32, without an fp32 copy.
 
     The backward (softmax_backward_cuda_out of ATen/native/cuda/SoftMax.cu) makes `grad * output`,
-    as large as the result. A CPU makes the copy, and not the product.
+    as large as the result. A CPU makes the copy, but not this product.
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Each row (tokens, in) times one of the matrices (experts, in, out); keeps both."""
+    """Multiply rows (tokens, in) by matrices (experts, in, out), one per row; keep both tensors."""
 
     @staticmethod
     def forward(ctx, rows, matrices):
@@ -145,14 +145,13 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
-    """True if a fused kernel takes these: flash, efficient or cuDNN's, all of which keep the same.
+    """True if a fused kernel supports the tensors: flash, efficient, cuDNN's (all keep the same).
 
-    As select_sdp_backend of torch's cuda/sdp_utils.cpp. The flash kernel needs 8.0, 16 bits, equal
-    head sizes of at most 256, and no mask. The efficient one takes masks, head sizes by the
-    alignment of its products, and before 8.0 no bfloat16; up to torch 2.13 it refuses groups of
-    heads (later ones take them: then a plan is above the truth). So a card below 8.0 has only the
-    math kernel for grouped heads without a mask (with one transformers repeats them), and for
-    bfloat16, and every card has only that for grouped fp32.
+    Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. The flash kernel needs capability 8.0,
+    16 bits, no mask, and equal head sizes of at most 256. The efficient kernel supports masks and
+    aligned head sizes, but no bfloat16 below 8.0. Up to torch 2.13 it refuses grouped heads (with
+    later versions, the plan is too high). The math kernel is left for grouped heads in fp32, and
+    below 8.0 for bfloat16 and grouped heads without a mask (with one, transformers repeats heads).
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
@@ -163,17 +162,17 @@ def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped:
     if modern and half and mask is None and len(sizes) == 1 and max(sizes) <= 256:
         return True
     if not equal_heads:
-        return mask is not None and half and capability[0] in (9, 10)  # cuDNN's
+        return mask is not None and half and capability[0] in (9, 10)  # cuDNN's kernel
     alignment = max(4 if modern else 1, (8 if half else 4) if modern or (half and capability[0] == 7) else 1)
     fits = query.shape[-1] == key.shape[-1] and not any(size % alignment for size in sizes)
     return fits and (modern or query.dtype != torch.bfloat16) and query.dtype != torch.float64
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The mask as the fused kernels take it: numbers in the queries' dtype, each call its own copy.
+    """Convert the mask as fused kernels do: each call makes a copy of it in the queries' dtype.
 
-    convert_boolean_attn_mask of attention.cpp. pad_bias of that file copies it once more, for the
-    kernel and the backward, where its rows are not a multiple of 8 long.
+    Source: convert_boolean_attn_mask of attention.cpp. If rows are not a multiple of 8 long,
+    pad_bias of that file makes a second copy, for the kernel and the backward.
     """
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
@@ -184,12 +183,12 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Keeps what a fused kernel keeps: query, key, value, mask, result, log-sum-exp of each query.
+    """Keep the tensors of a fused kernel: query, key, value, mask, result, log-sum-exp per query.
 
-    The mask is each layer's own copy (_scaled_dot_product_efficient_attention in derivatives.yaml
-    saves it). On a GPU 16-bit kernels add up the queries' gradients in fp32, and in the flash
-    kernel each head of a group has its own gradient of key and value before they are added up:
-    mha_bwd of flash_api.cpp, workspace_size of mem_eff_attention/kernel_backward.h.
+    Each layer saves its own copy of the mask (_scaled_dot_product_efficient_attention in
+    derivatives.yaml). 16-bit kernels sum the queries' gradients in fp32. The flash kernel makes
+    gradients of key and value for each head of a group before it sums them. Source: mha_bwd of
+    flash_api.cpp, workspace_size of mem_eff_attention/kernel_backward.h.
     """
 
     @staticmethod
@@ -217,11 +216,11 @@ class _Fused(torch.autograd.Function):
 
 @contextlib.contextmanager
 def packaged_attention(padded: bool) -> Iterator[None]:
-    """Register `attn_implementation=PACKAGED` with transformers.
+    """Register `attn_implementation=PACKAGED` with transformers inside the context.
 
-    It stands for FlashAttention's package and flex attention: no mask matrix, grouped heads. It
-    unpads padded rows and pads the result again, as `_upad_input` and `pad_input` do in
-    transformers' modeling_flash_attention_utils.py.
+    PACKAGED stands for FlashAttention's package and flex attention: grouped heads, no mask matrix.
+    If `padded`, it unpads the rows and pads the result again, as `_upad_input` and `pad_input` do
+    in transformers' modeling_flash_attention_utils.py.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -249,7 +248,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def fuse_loss(model: Any, capability: tuple[int, int]) -> None:
-    """Replace head and loss as liger-kernel 0.8.5 does, so that no logits are made as a whole."""
+    """Replace head and loss as liger-kernel 0.8.5 does: the full logits are never in memory."""
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
     head.forward = lambda hidden: hidden
@@ -259,10 +258,11 @@ def fuse_loss(model: Any, capability: tuple[int, int]) -> None:
 
 
 class _Loss(torch.autograd.Function):
-    """ops/fused_linear_cross_entropy.py: logits of some rows at a time, and all gradients at once.
+    """Make the logits of a few rows at a time, and all gradients already in the forward.
 
-    The gradients are those of the rows (tokens, width) and of the head, in their own dtypes. From
-    8.0 on a product is added to the head's where it lies; before, it is made in fp32 first.
+    Source: Liger's ops/fused_linear_cross_entropy.py. The gradients of the rows (tokens, width) and
+    of the head have the dtypes of rows and head. From capability 8.0 on, a product is added to the
+    head's gradient in place; below 8.0 the product and an fp32 copy of it are made first.
     """
 
     @staticmethod
@@ -298,7 +298,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Product4bit(torch.autograd.Function):
-    """A product with a 4-bit matrix, unpacked for each use: MatMul4Bit of bitsandbytes."""
+    """Multiply by a 4-bit matrix, which each use unpacks: MatMul4Bit of bitsandbytes."""
 
     @staticmethod
     def forward(ctx, rows, weight, bias):
@@ -312,14 +312,14 @@ class _Product4bit(torch.autograd.Function):
 
 
 class Linear4bit(torch.nn.Linear):
-    """As Linear4bit of bitsandbytes: computes in its weight's dtype, returns its input's dtype."""
+    """Linear4bit of bitsandbytes: computes in the weight's dtype, returns the input's dtype."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return _Product4bit.apply(rows.to(self.weight.dtype), self.weight, self.bias).to(rows.dtype)
 
 
 def quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
-    """Linear layers except the head get weights in 4 bits, as loading does; the rest stays."""
+    """Replace linear layers except the head with 4-bit ones, as loading does; freeze the model."""
     from transformers.pytorch_utils import Conv1D
 
     output, last = model.get_output_embeddings(), list(model.children())[-1]

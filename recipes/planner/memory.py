@@ -1,7 +1,7 @@
 """The memory of a run by component: on each GPU, and in the RAM of each node.
 
-Pure arithmetic on what a trace found, in bytes, without torch. Every constant and formula names its
-source.
+Pure arithmetic on the sizes of a trace, in bytes, without torch. Every constant and formula names
+its source.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from recipes.run import RunSpec
 
 # --- What to trace, and what was found ------------------------------------------------------------
 
-# The name under which kernels.py registers kernels of other packages. Transformers would look for
-# the package flash-attn if it had "flash" in it.
+# The name under which kernels.py registers kernels of other packages. With "flash" in the name,
+# transformers would look for the package flash-attn.
 PACKAGED = "recipes_packaged"
 
-# Attention that is not a fused kernel: it keeps batch x heads x length x length numbers in a layer.
+# Unfused attention, which keeps batch x heads x length x length numbers in each layer.
 EAGER, MATH = "eager", "math"
 
-LOOP = "loop"  # over a sequence, in the model's own code
+LOOP = "loop"  # the model's own code loops over a sequence
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
-# The columns of a trace's allocations. Time is counted in allocations, those that were made before.
-# SIZE: bytes. FREED: when, NEVER if it outlives the trace. COMPLETE: since when it is a gradient
-# of a parameter. LOGITS: 1 if its last dimension is the vocabulary.
+# The columns of a trace's allocations. A time is the number of allocations made before it.
+# SIZE: bytes. FREED: time of the release, NEVER if the allocation outlives the trace. COMPLETE: the
+# time when it becomes a parameter's gradient. LOGITS: 1 if the last dimension is the vocabulary.
 SIZE, FREED, COMPLETE, LOGITS = range(4)
 NEVER = 1 << 62
 ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of CUDACachingAllocator.cpp
@@ -46,27 +46,27 @@ class Weights:
     total: int
     trained: int
     in_4_bits: int = 0
-    trained_embedding: int = 0  # in embeddings that are trained
+    trained_embedding: int = 0  # parameters of trained embeddings
     largest_layer: int = 0
-    largest_parameter: int = 0  # of the largest single tensor
-    outside_layers: int = 0  # in no layer: embeddings and the head
-    looked_up: int = 0  # of an input embedding that is not tied to the head: a lookup, no FLOPs
+    largest_parameter: int = 0  # parameters of the largest single tensor
+    outside_layers: int = 0  # parameters in no layer: embeddings and the head
+    looked_up: int = 0  # parameters of an input embedding not tied to the head: a lookup, no FLOPs
     buffer_bytes: int = 0
-    layers: tuple[int, ...] = ()  # of each layer, in order; none if it is not known which they are
-    sizes: tuple[tuple[int, str], ...] = ()  # of each tensor: TRAINED, IN_4_BITS or FROZEN
-    matrices: tuple[int, ...] = ()  # of each tensor that is trained and no vector
-    file_width: int = 4  # bytes of a parameter in the model's files, fp32's if they are unknown
+    layers: tuple[int, ...] = ()  # parameters of each layer, in order; empty if the layers are unknown
+    sizes: tuple[tuple[int, str], ...] = ()  # of each tensor: parameters, and TRAINED, IN_4_BITS or FROZEN
+    matrices: tuple[int, ...] = ()  # parameters of each trained tensor except vectors
+    file_width: int = 4  # bytes of a parameter in the model's files, 4 (fp32) if unknown
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA of rank `rank` on `targets`, or DoRA."""
+    """LoRA adapters, or DoRA's, of rank `rank` on the modules `targets`."""
 
     rank: int
     targets: tuple[str, ...] | str = "all-linear"
     dropout: float = 0.0
     four_bits: str | None = None  # the dtype that 4-bit base weights compute in
-    in_fp32: bool = True  # not with DeepSpeed and FSDP, which cast them to the weights' dtype
+    in_fp32: bool = True  # False with DeepSpeed and FSDP, which cast adapters to the weights' dtype
     dora: bool = False
 
 
@@ -83,18 +83,18 @@ class Case:
     attention: str | None = None  # transformers' name; PACKAGED for FlashAttention's package and the like
     mask: bool = True  # the batch is padded, or has several sequences in a row
     adapters: Adapters | None = None
-    on_cuda: bool = True  # operations keep what they would on a GPU of this `capability`
+    on_cuda: bool = True  # operations keep the tensors that a GPU of this `capability` keeps
     evaluation: bool = False  # a forward without gradients, by a model in eval mode
     capability: tuple[int, int] = (8, 0)
-    liger: bool = False  # that package computes the loss, without logits as a whole
+    liger: bool = False  # Liger computes the loss, without the full logits in memory
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
-    The first `made_forward` of the `allocations` lead up to the loss. `kernels` are the names of
-    the attention kernels that ran. `made_by` names what made each allocation.
+    The forward makes the first `made_forward` rows of `allocations`. `kernels` names the unfused
+    attention kernels that ran, and LOOP. `made_by` names the operation behind each allocation.
     """
 
     allocations: np.ndarray
@@ -104,10 +104,10 @@ class Traced:
 
     @cached_property
     def moments(self) -> np.ndarray:
-        """Rows of the bytes alive: activations, logits, and gradients from when they are complete.
+        """The bytes alive at each moment: columns activations, logits and complete gradients.
 
-        There are two moments after each allocation: before gradients that are complete then count
-        as such, and after.
+        Each allocation is followed by two moments: just before the gradients that are then complete
+        move from activations to gradients, and just after.
         """
         if not len(self.allocations):
             return np.zeros((1, 3), int)
@@ -116,7 +116,7 @@ class Traced:
         end = len(sizes)
 
         def at(times: np.ndarray, change: np.ndarray) -> np.ndarray:
-            """The sum of the changes up to each moment."""
+            """Sum the changes up to each allocation."""
             there = times <= end
             return np.bincount(times[there], change[there], end + 1).astype(int).cumsum()[1:]
 
@@ -127,12 +127,12 @@ class Traced:
         return moments
 
 
-NOTHING = Traced(np.empty((0, 4), int), 0)  # without activations and logits
+NOTHING = Traced(np.empty((0, 4), int), 0)  # neither activations nor logits
 
 
 @dataclass(frozen=True)
 class Components:
-    """Bytes on one GPU at the moment of a step that needs most."""
+    """Bytes on one GPU at the moment that needs most."""
 
     parameters: int = 0
     gradients: int = 0
@@ -150,12 +150,12 @@ class Components:
 
     @property
     def reserved(self) -> int:
-        """torch.cuda.max_memory_reserved: with what its allocator has cached."""
+        """torch.cuda.max_memory_reserved: the allocations and the allocator's cache."""
         return self.total - self.context
 
     @property
     def total(self) -> int:
-        """The figure of nvidia-smi for the process: with CUDA's own overhead."""
+        """The process's memory in nvidia-smi, which includes CUDA's own overhead."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -180,24 +180,24 @@ HALF_A_BYTE, NF4, NF4_NESTED = 0.5, 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def recomputes(run: RunSpec) -> bool:
-    """True if activations are computed again in the backward pass: Trainer's way, or FSDP's own."""
+    """True if the backward recomputes activations: by Trainer's checkpointing or FSDP's own."""
     return bool(run["gradient_checkpointing"]) or (
         run.engine.kind == "fsdp" and is_true(fsdp_section(run).get("activation_checkpointing"))
     )
 
 
 def syncs_each_micro_batch(run: RunSpec) -> bool:
-    """True if DDP and FSDP exchange gradients in every micro-batch, and not once a step."""
+    """True if DDP and FSDP reduce gradients in every micro-batch, not once per step."""
     return is_true(gradient_accumulation_kwargs(run).get("sync_each_batch"))
 
 
 def mixed_precision(run: RunSpec) -> str | None:
-    """The name of the 16-bit dtype that operations compute in, None in fp32."""
+    """Return the name of the 16-bit dtype that operations compute in, None for fp32."""
     return "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
 
 
 def casts_the_model(run: RunSpec) -> bool:
-    """True if the parameters are cast for mixed precision, and no operation (`_prepare_fsdp2`)."""
+    """True if mixed precision casts the parameters, not each operation (`_prepare_fsdp2`)."""
     return run.engine.kind in ("deepspeed", "fsdp")
 
 
@@ -206,26 +206,27 @@ def loaded_bytes(run: RunSpec) -> int:
 
 
 def weight_bytes(run: RunSpec) -> int:
-    """Bytes of a parameter in use: DeepSpeed and FSDP2 cast it to 16 bits, autocast does not."""
+    """Return a parameter's bytes in use: DeepSpeed and FSDP2 cast it to 16 bits, autocast not."""
     return HALF if casts_the_model(run) and mixed_precision(run) else loaded_bytes(run)
 
 
 def trained_bytes(run: RunSpec) -> int:
-    """Bytes of a trained parameter and of its gradient. Adapters are fp32 except with DeepSpeed.
+    """Return the bytes of a trained parameter, which are those of the parameter's gradient too.
 
-    In mixed precision, accelerate makes trained parameters fp32 for FSDP2 (`fsdp2_prepare_model`).
+    Adapters are fp32 except with DeepSpeed. In mixed precision, accelerate casts trained parameters
+    to fp32 for FSDP2 (`fsdp2_prepare_model`).
     """
     mixed_fsdp = run.engine.kind == "fsdp" and mixed_precision(run)
     return FP32 if mixed_fsdp or (run["use_peft"] and run.engine.kind != "deepspeed") else weight_bytes(run)
 
 
 def bytes_in_4_bits(run: RunSpec) -> float:
-    """Bytes of a parameter in 4 bits, with its share of the scales."""
+    """Return the bytes of a parameter in 4 bits, with the parameter's share of the scales."""
     return NF4_NESTED if run["use_bnb_nested_quant"] else NF4
 
 
 def shards(run: RunSpec) -> int:
-    """Processes that share one copy of the model's states: HSDP has several copies of them."""
+    """Return the number of processes that share one copy of the states: HSDP has several copies."""
     return run.world_size // run.engine.parallelism.replicate
 
 
@@ -233,46 +234,46 @@ def shards(run: RunSpec) -> int:
 #
 # Read from the source of torch 2.13 (torch/optim), transformers 5.23 (trainer_optimizer.py, and
 # Adafactor in optimization.py) and bitsandbytes 0.50, and compared with real updates in
-# tests/recipes/planner/test_optimizers.py. bitsandbytes' updates are one kernel
-# (backends/cuda/ops.py): they ask for nothing, and neither does torch's fused AdamW.
+# tests/recipes/planner/test_optimizers.py. bitsandbytes updates in one kernel
+# (backends/cuda/ops.py), which allocates nothing. Neither does torch's fused AdamW.
 
 # Numbers that an optimizer keeps per trained parameter, by the start of `optim` without "paged_".
-# Every other one keeps two, as Adam does. Adafactor keeps a row and a column of each matrix.
+# All other optimizers keep two, as Adam does. Adafactor keeps a row and a column of each matrix.
 _MOMENTS = {"sgd": 0, "lomo": 0, "adalomo": 0, "adafactor": 0.01, "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3}
 _IN_8_BITS = 1 + FP32 / 256  # a byte, and an fp32 scale per block of 256: bitsandbytes (blockwise) and torchao
 _IN_4_BITS = 0.5 + FP32 / 128  # torchao/optim/adam.py: blocks of 128
 _IN_FP32 = ("adafactor", "lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_32bit")  # whatever the weights' dtype
 
-# Temporaries of torch's update of all parameters at once (foreach, its choice on a GPU), in copies
-# of them: at most, as weight decay or momentum of some optimizers takes one more.
+# Temporaries of torch's foreach update (torch's default on a GPU), in copies of all parameters.
+# These are upper bounds: some optimizers make one copy only for weight decay or momentum.
 _TEMPORARIES = {"adamw_torch": 1, "adagrad": 2, "rmsprop": 2, "sgd": 1}
 
 
 def moments_of(run: RunSpec) -> float:
-    """Numbers that the optimizer keeps of each trained parameter."""
+    """Return the count of numbers that the optimizer keeps for each trained parameter."""
     optim = str(run["optim"]).removeprefix("paged_")
     kept = next((count for name, count in _MOMENTS.items() if optim.startswith(name)), 2)
     return kept + ("momentum" in str(run["optim_args"]))
 
 
 def few_bits(run: RunSpec) -> float | None:
-    """Bytes of a number that the optimizer keeps in 8 or 4 bits, None for another optimizer."""
+    """Return the bytes of a number in the state of an 8-bit or 4-bit optimizer, None for others."""
     optim = str(run["optim"])
     return _IN_8_BITS if "8bit" in optim else _IN_4_BITS if "4bit" in optim else None
 
 
 def optimizer_bytes_per_parameter(run: RunSpec) -> float:
-    """The optimizer's state for each trained parameter, on all devices together, at least."""
-    copy = FP32 if run.engine.kind == "deepspeed" else 0  # of the parameter
+    """Return a lower bound of the optimizer's bytes per trained parameter, over all devices."""
+    copy = FP32 if run.engine.kind == "deepspeed" else 0  # the fp32 copy of the parameter
     in_fp32 = copy or str(run["optim"]).removeprefix("paged_").startswith(_IN_FP32)
     return copy + moments_of(run) * (few_bits(run) or (FP32 if in_fp32 else trained_bytes(run)))
 
 
 def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[int]]:
-    """Bytes that an update asks for, in groups: one group is freed when the next is asked for.
+    """Return the sizes that an update allocates, in groups: each is freed before the next.
 
-    `width`: bytes of a trained parameter. Adafactor updates one matrix after the other, and keeps
-    `update` of the one before. Trainer updates norms and biases apart, and they are small.
+    `width` is the bytes of a trained parameter. Adafactor updates one matrix at a time, and keeps
+    `update` of the previous one; small norms and biases, which Trainer groups apart, are left out.
     """
     if run["optim"] != "adafactor":
         trained = [size for size, kind in weights.sizes if kind == TRAINED] or [weights.trained]
@@ -286,11 +287,11 @@ def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[
 
 
 class Memory:
-    """The memory of a run whose `accumulation` micro-batches each keep what was traced.
+    """The memory of a run of which each of the `accumulation` micro-batches has the given trace.
 
-    `evaluation` is the trace of a batch of an evaluation, None without evaluations. `context` is
-    what CUDA itself takes on a GPU, None for what is known of such a card. All sizes are bytes, and
-    those of states are one GPU's.
+    `evaluation` is the trace of an evaluation batch, None without evaluations. `context` is the
+    memory that CUDA itself takes on a GPU, None for the published value. All sizes are in bytes;
+    sizes of states are one GPU's share.
     """
 
     def __init__(
@@ -308,27 +309,27 @@ class Memory:
         self.stage = run.engine.zero_stage
         self.offloads = run.engine.offload_optimizer != "none"
         self.offloads_parameters = run.engine.offload_param != "none"
-        # Gradients become views of DDP's buckets when they are reduced. If that is with the last
-        # micro-batch only, those of the ones before exist beside the buckets.
+        # Gradients become views of DDP's buckets when they are reduced. If only the last
+        # micro-batch is reduced, the gradients of earlier ones exist beside the buckets.
         self.viewed = run["gradient_as_bucket_view"] and run.world_size > 1 and not casts_the_model(run)
         self.beside_views = self.viewed and accumulation > 1 and not syncs_each_micro_batch(run)
 
     @property
     def gpu(self) -> Components:
-        """The needs on each GPU at the fullest of the run's moments."""
+        """The memory of each GPU at the run's fullest moment, by component."""
         return self._moments[self.moment]
 
     @cached_property
     def moment(self) -> str:
-        """The one that needs most on the GPU: LOADING, TRAINING, UPDATE or EVALUATION."""
+        """The moment that needs most on the GPU: LOADING, TRAINING, UPDATE or EVALUATION."""
         return max(self._moments, key=lambda name: self._moments[name].total)
 
     @cached_property
     def _moments(self) -> dict[str, Components]:
-        """The needs at each of them. Raises `UserError` for tensor parallelism."""
+        """The memory of each GPU at each moment. Raises `UserError` for tensor parallelism."""
         if self.run.engine.parallelism.sharing > 1:
-            what = "is not planned: how much of this model each process of a group holds is unknown"
-            raise mistake("tensor_parallel", what, "recipes fit, which measures it")
+            what = "cannot be planned: the share of this model that each process of a group holds is unknown"
+            raise mistake("tensor_parallel", what, "use recipes fit, which measures the memory")
         after = Components(
             parameters=self.parameters,
             optimizer=self.optimizer,
@@ -336,11 +337,11 @@ class Memory:
             context=self.context,
         )
         states = replace(after, buffers=after.buffers + (self.gradients if self.beside_views else 0))
-        if self.stage in (1, 2):  # these have their bucket in the backward alone
+        if self.stage in (1, 2):  # ZeRO-1 and ZeRO-2 hold their bucket in the backward only
             after = replace(after, buffers=self.weights.buffer_bytes)
-        # Weights in 4 bits are loaded onto each GPU as a whole, and sharded only then:
-        # `fsdp2_prepare_model` shards them, or DeepSpeed, as transformers uses no `zero.Init` for
-        # them (`get_init_context` of modeling_utils.py).
+        # Each GPU loads all weights in 4 bits before they are sharded. `fsdp2_prepare_model` shards
+        # them, or DeepSpeed does, as transformers uses no `zero.Init` for 4-bit weights
+        # (`get_init_context` of modeling_utils.py).
         whole = math.ceil(self._stored_bytes) if self.weights.in_4_bits else 0
         optimizer = after.optimizer + self.update
         found = {
@@ -349,20 +350,20 @@ class Memory:
             UPDATE: replace(after, gradients=self.gradients_in_update, optimizer=optimizer),
         }
         if self.evaluation:
-            # Trainer has freed the gradients by then, but not the buckets that they are views of,
-            # nor ZeRO-3 its flat ones.
+            # Before an evaluation, Trainer frees the gradients, but not the buckets that gradients
+            # are views of. ZeRO-3 keeps its flat gradients.
             kept = self.gradients if self.stage == 3 or self.viewed else 0
             found[EVALUATION] = replace(self._fullest(after, self.evaluation, 1), gradients=kept)
         return found
 
     def _fullest(self, states: Components, traced: Traced, accumulation: int) -> Components:
-        """These states with what is added to them when a micro-batch needs most."""
+        """Return the states with the memory that is added when a micro-batch needs most."""
         alive, logits, made = traced.moments.T
-        gathered = sent = 0 * made  # parameters at once, and buffers for sending
+        gathered = sent = 0 * made  # gathered parameters, and buffers for sending
         if self.kind != "fsdp":
-            # Gradients appear one by one while activations are freed, unless all exist throughout:
-            # with DeepSpeed, which moves each to a bucket at once, with bucket views, and with
-            # accumulation.
+            # Gradients appear one by one while activations are freed. All of them exist throughout
+            # with bucket views, with accumulation, and with DeepSpeed, which moves each gradient to
+            # a bucket at once.
             stays = self.kind == "deepspeed" or self.viewed or accumulation > 1
             gradients = np.full_like(made, self.gradients) if stays else made
         else:
@@ -370,7 +371,7 @@ class Memory:
             is_forward = np.arange(len(done)) < 2 * traced.made_forward
             gathered, gradients, sent = self._held_by_fsdp(done, is_forward, logits > 0)
             scattered = self.gradients * done
-            if accumulation > 1 and syncs_each_micro_batch(self.run):  # those of the micro-batches before
+            if accumulation > 1 and syncs_each_micro_batch(self.run):  # of earlier micro-batches
                 scattered = self.gradients
             elif accumulation > 1:
                 scattered = scattered + self.weights.trained * weight_bytes(self.run) * (1 - done)
@@ -387,26 +388,25 @@ class Memory:
         )
 
     def _held_by_fsdp(self, done: np.ndarray, is_forward: np.ndarray, has_logits: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Bytes that FSDP2 holds while the share `done` of a micro-batch's gradients is complete:
-        gathered parameters, whole gradients, and the buffers that they are scattered from.
+        """Return the bytes of gathered parameters, of whole gradients, and of the buffers that
+        gradients are scattered from, while the share `done` of the gradients is complete.
 
         Read from the source of torch 2.13 and accelerate 1.15, and compared with the live bytes of
         real ranks by tests/benchmarks/sharded.py:
 
         - `fsdp2_prepare_model` (accelerate/utils/fsdp_utils.py) makes these units: each layer; the
-          input embedding, unless it is tied to the head; the tail of last norm and head, which
+          input embedding, unless it is tied to the head; the tail of last norm and head. The tail
           stays gathered from its forward to its backward. A tied embedding belongs to the tail,
-          from the first operation.
-        - A unit is gathered into one buffer, and copied from there into its parameters. In the
-          forward the buffer stays until the next unit is copied (`wait_for_unshard` still has a
-          name for it): three layers; in the backward the next unit's buffer is filled meanwhile
-          (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`). With one process there is
-          nothing to gather, and no such buffer.
-        - A unit's gradients are whole until its backward ends. The buffer that they are scattered
-          from stays until the next unit has made its own (`FSDPParamGroup.post_backward`,
-          `foreach_reduce`).
+          which is then gathered from the first operation on.
+        - A unit is gathered into one buffer, then copied from the buffer into the parameters. In
+          the forward, the buffer stays until the next unit is copied (`wait_for_unshard` still has
+          a name for it): three layers are held. In the backward, the next unit's buffer is filled
+          meanwhile (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`). One process
+          gathers nothing and has no such buffer.
+        - A unit's gradients are whole until the unit's backward ends. Their scatter buffer stays
+          until the next unit has made a buffer (`FSDPParamGroup.post_backward`, `foreach_reduce`).
         - Without `sync_each_batch`, Trainer calls accelerate's `no_sync` for all micro-batches of a
-          step but the last: gradients are then not scattered, and each GPU holds all of them.
+          step but the last: gradients are then not scattered, and each GPU holds all gradients.
         """
         weights, width, ranks = self.weights, weight_bytes(self.run), shards(self.run)
         in_layers = max(1, weights.total - weights.outside_layers)
@@ -417,12 +417,12 @@ class Memory:
         tail, table = (weights.outside_layers - weights.looked_up) * width, weights.looked_up * width
         of_layer = weights.largest_layer * width * trained_in_layers / in_layers
         of_tail, of_table, of_all = tail * trains_all, table * trains_all, weights.trained * width
-        copies = 2 if ranks > 1 else 1  # of a unit while it is gathered: its buffer, and its parameters
-        cast = layer / ranks if ranks > 1 else 0  # its shard in the dtype that it is gathered in, for a moment
+        copies = 2 if ranks > 1 else 1  # of a unit while it is gathered: buffer and parameters
+        cast = layer / ranks if ranks > 1 else 0  # a shard in the dtype of the gather, for a moment
         tied = not table
         always = tail if tied else 0
         made = done * of_all
-        of_layers = np.maximum(0, made - (0 if tied else of_tail))  # a tied tail's are complete at the very end
+        of_layers = np.maximum(0, made - (0 if tied else of_tail))  # a tied tail's gradients are complete last
         begun = of_layers % of_layer if of_layer else 0 * done
         sent_before = np.where(of_layers < of_layer, 0 if tied else of_tail, of_layer)
         cases = [is_forward & has_logits & (not tied), has_logits, is_forward, made > of_all - of_table]
@@ -436,46 +436,46 @@ class Memory:
 
     @property
     def _stored_bytes(self) -> float:
-        """Bytes of the whole model in the dtypes that it is kept in between steps."""
+        """Bytes of the whole model between steps, in the dtypes that the weights have then."""
         weights = self.weights
         frozen = (weights.total - weights.in_4_bits - weights.trained) * self.frozen_width
         return weights.in_4_bits * bytes_in_4_bits(self.run) + weights.trained * trained_bytes(self.run) + frozen
 
     @property
     def frozen_width(self) -> int:
-        """Bytes of a parameter that is not trained, and not in 4 bits, in between steps."""
-        # Shards of FSDP's frozen weights stay as they were loaded.
+        """Bytes between steps of a parameter that is neither trained nor in 4 bits."""
+        # FSDP's shards of frozen weights keep the dtype that they were loaded in.
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 
     def _shard(self, size: float, from_stage: int) -> int:
-        """One GPU's share of a state, rounded up. ZeRO shards it from this stage, FSDP2 always."""
+        """Return one GPU's share of a state. ZeRO shards it from this stage on, FSDP2 always."""
         sharded = self.kind == "fsdp" or (self.kind == "deepspeed" and self.stage >= from_stage)
         return math.ceil(size / shards(self.run)) if sharded else math.ceil(size)
 
     @cached_property
     def parameters(self) -> int:
-        if self.kind == "fsdp":  # each GPU has all scales of 4-bit weights: they are no parameters
+        if self.kind == "fsdp":  # each GPU holds all scales of 4-bit weights: FSDP shards parameters only
             scales = self.weights.in_4_bits * (bytes_in_4_bits(self.run) - HALF_A_BYTE)
             return math.ceil(scales) + (0 if self.offloads_parameters else self._shard(self._stored_bytes - scales, 3))
         stored = self._shard(self._stored_bytes, 3)
         if self.stage < 3:
             return stored
-        # What ZeRO-3 has fetched and not yet released. A layer of experts is fetched as a whole.
+        # Parameters that ZeRO-3 has fetched and not released. It fetches all experts of a layer.
         gathered = min(self.weights.total, max(MAX_LIVE_PARAMETERS, self.weights.largest_layer))
         return gathered * weight_bytes(self.run) + (0 if self.offloads_parameters else stored)
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes of the gradients that stay from one micro-batch to the next: offloaded ones go."""
+        """Bytes of the gradients that stay between micro-batches: 0 with offload."""
         return 0 if self.offloads else self._shard(self.weights.trained * trained_bytes(self.run), 2)
 
     @cached_property
     def gradients_in_update(self) -> int:
         """Bytes of the gradients while the weights are updated.
 
-        DeepSpeed makes one flat copy of this GPU's share, and one in fp32 of that (`step` of
-        stage_1_and_2.py), ZeRO-3 of a billion parameters at a time. With ZeRO-1 the whole gradients
-        are still there when the share is copied. Two ranks on a CPU hold just this.
+        DeepSpeed makes a flat copy of this GPU's share, and a copy of that copy in fp32 (`step` of
+        stage_1_and_2.py). ZeRO-3 does so for a billion parameters at a time. ZeRO-1 still holds all
+        gradients when it copies the share. Two ranks on a CPU were seen to hold exactly this.
         """
         width = weight_bytes(self.run)
         if self.kind != "deepspeed" or not self.gradients:
@@ -485,7 +485,7 @@ class Memory:
 
     @property
     def _share(self) -> int:
-        """Trained parameters that one GPU updates if they are shared."""
+        """Trained parameters that one GPU updates if the update is sharded."""
         return math.ceil(self.weights.trained / shards(self.run))
 
     @property
@@ -496,7 +496,7 @@ class Memory:
     def optimizer(self) -> int:
         if self.offloads:
             return 0
-        # With bitsandbytes, Trainer keeps the moments of embeddings in fp32, with torchao not.
+        # Trainer keeps the moments of embeddings in fp32 with bitsandbytes, but not with torchao.
         stays_in_fp32 = few_bits(self.run) and not str(self.run["optim"]).startswith("adamw_torch")
         in_fp32 = self.weights.trained_embedding if stays_in_fp32 else 0
         kept = (self.weights.trained - in_fp32) * optimizer_bytes_per_parameter(self.run)
@@ -504,9 +504,9 @@ class Memory:
 
     @cached_property
     def update(self) -> int:
-        """Bytes that the update needs for a moment.
+        """Bytes of the update's temporaries.
 
-        DeepSpeed gives torch's optimizer one flat fp32 parameter, ZeRO-3 one for each billion.
+        DeepSpeed gives torch's optimizer one flat fp32 parameter, ZeRO-3 one per billion.
         """
         if self.offloads:
             return 0
@@ -519,7 +519,7 @@ class Memory:
 
     @property
     def _bucket_bytes(self) -> int:
-        if self.kind == "deepspeed":  # and a gradient on its way there
+        if self.kind == "deepspeed":  # the bucket, and a gradient on its way into it
             return (REDUCE_BUCKET + self.weights.largest_parameter) * weight_bytes(self.run)
         if self.kind in ("single", "fsdp") or self.run.world_size == 1 or self.run["gradient_as_bucket_view"]:
             return 0
@@ -529,21 +529,21 @@ class Memory:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Bytes of the RAM of the node that needs most, at the fullest of its moments."""
+        """Bytes of RAM that the node with the largest need takes at its fullest moment."""
         kept, gradients = self._offloaded_bytes
         return round(max(self._loading_bytes, kept + gradients, kept + self._saving_bytes))
 
     @property
     def _loading_bytes(self) -> float:
-        """The model while it is loaded, by all processes of a node.
+        """Bytes of the model in a node's RAM while all processes of the node load it.
 
-        - ZeRO-3 makes each parameter in shards on the GPUs, and rank 0 alone maps the files
-          (`_load_pretrained_model` of transformers 5.23), in their own dtype.
-        - FSDP2: rank 0 reads and sends, unless `cpu_ram_efficient_loading` is off. But before that
-          each process makes what is trained fp32 (`fsdp2_prepare_model`), also where nothing was
-          read.
-        - Weights in 4 bits: each process sends its own to its GPU.
-        - Else each process has all of it.
+        - ZeRO-3 makes each parameter as shards on the GPUs. Only rank 0 maps the files
+          (`_load_pretrained_model` of transformers 5.23), in the dtype of the files.
+        - FSDP2: only rank 0 reads and sends, unless `cpu_ram_efficient_loading` is off. Before
+          that, each process casts all trained parameters to fp32 (`fsdp2_prepare_model`), even a
+          process that read nothing.
+        - Weights in 4 bits: each process sends its own weights to its GPU.
+        - In all other cases each process holds the whole model.
         """
         run, weights = self.run, self.weights
         if weights.in_4_bits:
@@ -560,14 +560,14 @@ class Memory:
 
     @property
     def _offloaded_bytes(self) -> tuple[float, float]:
-        """Bytes that offload keeps on a node from step to step, and of FSDP's gradients, which the
-        update ends.
+        """Bytes that offload keeps on a node between steps, and bytes of FSDP's gradients.
 
-        With DeepSpeed an offloaded parameter takes 18 bytes: fp32 copy, gradient and two moments,
-        and a 16-bit copy to send back (deepspeed/runtime/zero/stage_1_and_2.py).
+        The update frees FSDP's gradients. With DeepSpeed an offloaded parameter takes 18 bytes: an
+        fp32 copy, the gradient and two moments, and a 16-bit copy to send back
+        (deepspeed/runtime/zero/stage_1_and_2.py).
         """
         share = self.run.local_world_size / self.run.world_size
-        if self.kind == "fsdp" and self.offloads:  # its shards are the parameters; moments and gradients are fp32
+        if self.kind == "fsdp" and self.offloads:  # shards are the parameters; moments and gradients are fp32
             kept = self._stored_bytes + 2 * FP32 * self.weights.trained
             return kept * share, FP32 * self.weights.trained * share
         states = 18 * self.weights.trained * share if self.offloads else 0
@@ -576,11 +576,11 @@ class Memory:
 
     @property
     def _saving_bytes(self) -> float:
-        """Copies of weights in RAM while they are saved. A GPU sees one parameter at a time.
+        """Bytes of the weights' copies in RAM during a save. GPUs gather one parameter at a time.
 
         ZeRO-1 and ZeRO-2 copy the whole model in every process (`Accelerator.get_state_dict`),
         though only rank 0 writes it. ZeRO-3 and FSDP2 gather the model on rank 0, where safetensors
-        copies it from the GPU; with adapters, only the trained weights.
+        copies the weights from the GPU. With adapters, only trained weights are copied.
         """
         if self.kind == "deepspeed" and self.stage < 3:
             return self.weights.total * weight_bytes(self.run) * self.run.local_world_size

@@ -1,6 +1,6 @@
-"""`plan_memory`: which recipe fits a GPU, at which micro-batch, and its memory, before it runs.
+"""`plan_memory` finds the recipes that fit a GPU, with micro-batch and memory, before any run.
 
-If none fits, the plan has the steps to try, each with what it saves.
+If no recipe fits, the plan lists changes to try, each with the bytes that it saves.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _FASTEST_FIRST = ("fast", "standard", "sharded", "memory", "memory_zero3")
 class Plan:
     """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
 
-    The fastest takes the least time in the parts of a step that are known; of equal ones it is the
-    first that computes nothing twice.
+    The fastest recipe takes the least time in the known parts of a step. Of equally fast recipes,
+    the first without added checkpointing is recommended.
     """
 
     model: str
-    shape: str  # of a model that was asked for by its size, empty for another
+    shape: str  # describes the shape that stands for a size, or for a model the Hub did not give; else empty
     parameters: int
     trained: int
     gpu: str
@@ -49,18 +49,18 @@ class Plan:
     asked_length: int
     recipes: tuple[Planned, ...]
     recommended: str | None
-    command: str  # the whole one for the recommended recipe, empty if none fits
-    advice: tuple[Problem, ...]  # by `recipes check`, on the recommended one or on what was asked for
-    short_of_ram: bool  # nothing fits, and what was asked for lacks only RAM of the nodes
+    command: str  # the whole command of the recommended recipe, empty if none fits
+    advice: tuple[Problem, ...]  # of `recipes check`, on the recommended recipe, or else on the first
+    short_of_ram: bool  # nothing fits, and the requested recipe lacks only RAM of the nodes
     choices: tuple[Planned, ...]  # the splits of the global batch: of the recommended recipe, or of the first
-    next_steps: tuple[NextStep, ...]  # to try if nothing fits; beside offload, what fits without it
+    next_steps: tuple[NextStep, ...]  # changes to try if nothing fits; or if only offload fits, without offload
     refused: dict[str, str]  # the recipes that are not legal with these flags, and why
-    mfu: float  # what times assume; so are the next three
+    mfu: float  # an assumption of the times, as are the next three fields
     mfu_source: str
     bandwidth: float | None  # bytes per second, None if unknown
     link: str
     context: Context
-    unknown_compute: str  # why times leave compute out, empty if they do not: then `mfu` has no effect
+    unknown_compute: str  # why times leave out compute, so that `mfu` has no effect; empty if they include it
 
 
 def plan_memory(
@@ -79,18 +79,18 @@ def plan_memory(
 ) -> Plan:
     """Plan the memory of training `model`: a Hub id, a folder, a config.json, or a size (7B).
 
-    Either `gpu` is the name of a card, or `gpu_memory` its usable GB (10^9 bytes). `num_processes`
-    counts all GPUs. `recipe` limits the plan to one recipe; without it, all but baseline are
-    planned. `argv` are flags of train.py. `accelerate_config` is an Accelerate YAML that replaces
-    each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and `bandwidth` in
-    GB/s between GPUs; without them, what is published for such cards. `host_memory` is the RAM of
-    one node in GB; without it, any amount is enough. Nothing but a config is downloaded, and no GPU
-    is needed. Raises `UserError` if the request is wrong, or if no requested recipe is legal with
-    these flags.
+    Give either `gpu`, the GPU's name, or `gpu_memory`, the GPU's usable GB (10^9 bytes).
+    `num_processes` counts all GPUs. `recipe` limits the plan to one recipe; without it, all recipes
+    but baseline are planned. `argv` are flags of train.py. `accelerate_config` is an Accelerate
+    YAML that replaces each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and
+    `bandwidth` in GB/s between GPUs; the defaults are published values for such GPUs. `host_memory`
+    is the RAM of one node in GB; without it, any need of RAM fits. Only a config is downloaded, and
+    no GPU is needed. Raises `UserError` if the request is wrong, or if no requested recipe is legal
+    with these flags.
     """
     if num_processes % nodes:
         what = f"{plural(num_processes, 'process')} cannot be split evenly over {nodes} nodes"
-        raise mistake("num_processes", what, f"a multiple of {nodes}")
+        raise mistake("num_processes", what, f"give a multiple of {nodes}")
     card = _card(gpu, gpu_memory)
     mfu, mfu_source = (mfu, "--mfu") if mfu else mfu_of(card.name)
     bytes_per_second, link = (bandwidth * 1e9, "--bandwidth") if bandwidth else link_of(card, num_processes, nodes)
@@ -100,7 +100,7 @@ def plan_memory(
     legal, _ = _legal_runs(request, names)  # refuses before the imports, which take seconds
     config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
     request = replace(request, config=config.to_dict())
-    gc.freeze()  # else each collection goes through all of torch and transformers: a fifth of a plan's time
+    gc.freeze()  # without it, collections visit all of torch and transformers: a fifth of a plan's time
     host = round(host_memory * 1e9) if host_memory else None
     planner = Planner(Estimator(config), card.memory_bytes, host, mfu, bytes_per_second)
     legal, refused = _legal_runs(request, names)
@@ -138,20 +138,20 @@ def plan_memory(
 
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int | None = None) -> Planned:
-    """A run at the largest micro-batch that fits `usable_bytes`, or without them at its own."""
+    """Plan a run at the largest micro-batch that fits `usable_bytes`, or else at the run's own."""
     planner = Planner(Estimator(config), usable_bytes or sys.maxsize)
     return planner.best(run) if usable_bytes else planner.at(run, run.batch.micro)
 
 
-# --- What is asked for ----------------------------------------------------------------------------
+# --- The request ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a plan: the model, its configuration, the cards and nodes, the flags.
+    """A request for a plan: the model, its configuration, the GPUs and nodes, the flags.
 
-    `model` is as the user wrote it, empty for a configuration without a name. `config` is None
-    until it is read: the rules then judge what they know without it.
+    `model` is the user's text, empty for a configuration without a name. `config` is None until
+    it is read: until then, the rules check only what does not depend on the configuration.
     `accelerate_config` is the user's Accelerate YAML, None without one.
     """
 
@@ -164,7 +164,7 @@ class Request:
     accelerate_config: str | None
 
     def run(self, recipe: str, **flags: object) -> RunSpec:
-        """The run of this recipe with `flags` replaced. Raises `UserError` if that is not legal."""
+        """Return this recipe's run with `flags` replaced. Raises `UserError` if it is not legal."""
         local = self.num_processes // self.nodes
         liger = package_folder("liger_kernel") is not None
         place = here(
@@ -182,14 +182,14 @@ class Request:
         return run
 
     def command(self, entry: Planned, **flags: object) -> str:
-        """The whole command for a planned run that has these flags, as text for a shell.
+        """Return the whole command of a planned run with these flags, as text for a shell.
 
-        On several nodes it is one for Slurm.
+        On several nodes, the command submits to Slurm.
         """
         batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
         known = self.model and not is_size(self.model) and not Path(self.model).is_file()
         model = ["--model_name_or_path", self.model if known else "YOUR_MODEL"]
-        if not known and self._asked.explicit("model_name_or_path"):  # in --config's file
+        if not known and self._asked.explicit("model_name_or_path"):  # --config's file has it
             model = []
         data = [] if self._asked["dataset_name"] else ["--dataset_name", "YOUR_DATA"]
         words = ["--recipe", entry.name, *model, *self._with({**flags, **entry.flags, **batch}), *data]
@@ -200,7 +200,7 @@ class Request:
         return shlex.join(["recipes", "submit", "slurm", *yaml, *nodes, *words[:2], "--", *words[2:]])
 
     def _with(self, flags: Settings) -> list[str]:
-        """The user's flags with these in their place, and the user's global batch in any case."""
+        """Return the user's flags with `flags` replaced, and always the user's global batch."""
         if asks_for_a_micro_batch(self._asked) and "per_device_train_batch_size" in flags:
             flags = {"global_batch_size": self._asked.batch.total, **flags}
         return with_flags(self.argv, flags)
@@ -211,7 +211,7 @@ class Request:
 
 
 def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
-    """The legal runs, and why the others are not. Raises the first `UserError` if none is legal."""
+    """Return legal runs, and why others are refused. Raises the first `UserError` if all are."""
     runs: list[RunSpec] = []
     refused: dict[str, UserError] = {}
     for name in names:
@@ -225,10 +225,10 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
 
 
 def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None, processes: int) -> list[str]:
-    """The recipes to plan: the requested one, here or in a --config, else all but baseline.
+    """Return the recipes to plan: `recipe`, or a --config's recipe, or else all but baseline.
 
-    With an Accelerate YAML, those that are made of an engine of their own are left out: it replaces
-    that. One GPU has nothing to share, so that `sharded` is left out too.
+    An Accelerate YAML replaces a recipe's engine, so the recipes that consist of their engine are
+    left out with one. On one GPU `sharded` is left out, as there is nothing to shard.
     """
     if recipe:
         return [recipe]
@@ -244,7 +244,7 @@ def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | Non
 def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
     if bool(gpu) == (gpu_memory is not None):
         what = "is given, and gpu_memory too" if gpu else "is missing"
-        raise mistake("gpu", what, "either gpu (--gpu NAME) or gpu_memory (--gpu_memory GB)")
+        raise mistake("gpu", what, "give either gpu (--gpu NAME) or gpu_memory (--gpu_memory GB)")
     if gpu_memory is not None:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))
     assert gpu
@@ -253,9 +253,9 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
 
 
 def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
-    """The run as it fits best, with checkpointing if only that fits: it is faster than offload.
+    """Plan the run as it fits best, with checkpointing, which is faster than offload, if needed.
 
-    All that is changed leaves the training as it is. A note says what was changed.
+    The changes do not alter the training's results. A note names each change.
     """
     entry = planner.best(run)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
@@ -276,26 +276,26 @@ def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
 
 @dataclass(frozen=True)
 class NextStep:
-    """One change to try, and the plan of it."""
+    """A change to try, and the plan of the changed run."""
 
     words: str  # the whole command, for the shell
     planned: Planned
-    saves_bytes: int  # on each GPU, compared to the plan's row of what was asked for; may be below 0
+    saves_bytes: int  # on each GPU, compared to the plan of the requested run; may be negative
     saves_host_bytes: int  # in the RAM of each node
-    slowdown: str  # what the change costs in time
+    slowdown: str  # the change's cost in time
 
     @property
     def adapters(self) -> bool:
-        """True if the step trains them and not all weights."""
+        """True if the step trains adapters and not all weights."""
         return self.planned.run["use_peft"]
 
 
 def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned | None) -> list[NextStep]:
-    """The changes to try if nothing fits, in order, or what fits beside offload if only that does.
+    """Return changes to try, in order, if nothing fits, or alternatives if only offload fits.
 
-    `row` is the plan of what is asked for. No run comes twice: none takes as much as another. If
-    the GPU has room, only what needs less RAM of the node is a step. Beside offload, there is the
-    first step that fits on the GPUs alone, and the first such that trains adapters.
+    `row` is the plan of the requested run. If nothing fits, each change saves GPU memory, or RAM of
+    the node if only RAM is short; of changes with equal needs, the first is returned. If only
+    offload fits, the first change that fits without it is returned, and the first with adapters.
     """
     if best and best.run.engine.offload_optimizer == "none":
         return []
@@ -313,10 +313,10 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 
 
 def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[NextStep]:
-    """Each change as it fits best, with Liger's loss too if only the logits are too much.
+    """Yield each change as it fits best, then with Liger's loss if only the logits are too much.
 
-    Without those that are not legal here, or that peft refuses. An Accelerate YAML of the user's
-    holds for `standard`; a step to another recipe leaves it out.
+    Changes that are not legal here, or that peft refuses, are left out. The user's Accelerate YAML
+    stays for `standard` and for the recipe of `row`; a step to another recipe drops the YAML.
     """
     for recipe, changes, slowdown in _changes(row.run, planner.estimator.length(row.run)):
         with contextlib.suppress(UserError):
@@ -348,14 +348,14 @@ def _step(request: Request, planner: Planner, row: Planned, recipe: str, changes
 
 
 def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]:
-    """In the order to try them: the recipe, the changed flags (None: left out), and the cost."""
+    """Yield changes in the order to try: recipe, changed flags (None drops a flag), and cost."""
     checkpointed = {"gradient_checkpointing": True}
     lora = {**checkpointed, "use_peft": True}
     qlora = {**lora, "load_in_4bit": True}
     in_16_bits = {**lora, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16"}
     recomputed = "a third more compute (two forward passes)"
     shared = "parameters are gathered, and gradients scattered, in every micro-batch"
-    several = asked.world_size > 1  # else there is nothing to share
+    several = asked.world_size > 1  # one GPU has nothing to shard
     yield asked["recipe"], {}, "none"
     if several:
         yield "sharded", {}, shared
@@ -365,13 +365,13 @@ def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]
     # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
     # without, on a V100.
     in_8_bits = {**checkpointed, "optim": "adamw_bnb_8bit"}
-    yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam: not slower where published"
+    yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam is not slower in published figures"
     yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"
     yield "memory_zero3", {"optim": None}, f"{recomputed}; Adam and parameters on the host: {{host}}"
     yield "standard", lora, "none: frozen weights save as much as the second forward pass costs"
-    if not asked["load_in_4bit"]:  # with which frozen weights have 4 bits already
+    if not asked["load_in_4bit"]:  # frozen weights do not have 4 bits already
         yield "standard", in_16_bits, "none; frozen weights in 16 bits"
         if several:
             yield "sharded", in_16_bits, "frozen weights in 16 bits, gathered per micro-batch"
-    yield "standard", qlora, "weights are unpacked at each use; not measured"
+    yield "standard", qlora, "weights are unpacked at each use; the time is not measured"
     yield "standard", {**qlora, "max_length": max(2, length // 2)}, "none, but half the context"

@@ -1,4 +1,4 @@
-"""Published facts about a card and its node: the CUDA context, PCIe, and Adam on the host."""
+"""Published facts about a GPU and its node: the CUDA context, PCIe, and Adam on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIB = 1 << 20
 
 
 def catalogue_name(name: str) -> str:
-    """A card by its name in the catalogue, or as it is called if it is not there."""
+    """Return the GPU's name in the catalogue, or the given name if the catalogue lacks the GPU."""
     try:
         return known_gpus.find(name).name
     except UserError:
@@ -20,12 +20,12 @@ def catalogue_name(name: str) -> str:
 
 # --- PCIe, and Adam on the host -------------------------------------------------------------------
 
-# Bytes per second between a GPU and its host, one way, by the major compute capability: half of
-# what NVIDIA's data sheets give for both ways. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S:
-# Gen4, 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
+# Bytes per second between a GPU and its host, one way, by the major compute capability: half of the
+# two-way figure in NVIDIA's data sheets. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S: Gen4,
+# 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
 _PCIE = {7: 16e9, 8: 32e9}
 # Adam on the host, seconds per parameter and node: 8.2 s for 11.6B by DeepSpeed's author, in
-# github.com/deepspeedai/DeepSpeed/pull/735. issues/6834 reads 10 s for 18B on each node.
+# github.com/deepspeedai/DeepSpeed/pull/735. issues/6834 reports 10 s for 18B on each node.
 ADAM_SECONDS = 8.2 / 11.6e9
 
 
@@ -38,14 +38,14 @@ def pcie_of(capability: tuple[int, int]) -> float:
 
 @dataclass(frozen=True)
 class Context:
-    """Bytes that a process takes on its GPU beside torch's, and where they were read."""
+    """GPU memory that a process takes outside torch's allocator, and the source of the figure."""
 
     bytes: int
     source: str
 
 
-# MiB that a training had, by the beginning of the card's name in the catalogue. Kernels are loaded
-# when they are first called, which torch asks of CUDA (CUDA_MODULE_LOADING=LAZY).
+# The context of a training in MiB, by the start of the GPU's name in the catalogue. torch makes
+# CUDA load each kernel at the kernel's first call (CUDA_MODULE_LOADING=LAZY).
 _READ = {
     "T4": (140.875, "torch 2.10, CUDA 12.8, github.com/Anassbzdd/fitcheck"),
     "A100": (426, "driver 535.183, CUDA 12.2, github.com/pytorch/torchrec/pull/3580"),
@@ -53,8 +53,8 @@ _READ = {
 
 
 def context_of(run: RunSpec) -> Context:
-    """CUDA's own overhead on each GPU of this run, as others have read it on such a card, or else
-    the most that they have read on any; nothing on a CPU.
+    """Return CUDA's overhead on each GPU of this run: the value published for such a GPU, or else
+    the largest published value. It is 0 on a CPU.
     """
     if not run.hardware.cuda:
         return Context(0, "")
@@ -62,6 +62,6 @@ def context_of(run: RunSpec) -> Context:
     alike = next((name for name in _READ if card.startswith(name)), None)
     most = alike or max(_READ, key=lambda name: _READ[name][0])
     mib, where = _READ[most]
-    source = f"as others read it on {most}" if alike else f"the most that others read, on {most}"
-    unknown = "; what NCCL takes beside it is unknown" if run.world_size > 1 else ""
+    source = f"published for {most}" if alike else f"the largest published value, of {most}"
+    unknown = "; NCCL's own memory is unknown and not counted" if run.world_size > 1 else ""
     return Context(round(mib * _MIB), f"{source} ({where}){unknown}")

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
-    """The configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`.
+    """Return the configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`.
 
-    `run` says which revision, and whether the model's own code is trusted. The Hub is asked only
-    for what is neither here nor in its cache. If it does not answer, the shapes here stand for
-    their models.
+    `run` holds the revision, and whether the model's own code is trusted. The Hub is asked only for
+    a configuration that is neither on this machine nor in the Hub's cache. If the Hub fails, models
+    in `SHAPES` get their known shape.
     """
     if is_size(model):
         return config_of(model)
@@ -42,14 +42,14 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
     except Exception as error:  # each library involved has exceptions of its own
         if "trust_remote_code" in str(error):
             what = f"{model} comes with Python code"
-            raise mistake("trust_remote_code", what, "read it, then --trust_remote_code") from None
+            raise mistake("trust_remote_code", what, "read the code, then add --trust_remote_code") from None
         if model in SHAPES and revision == "main":  # without a network, or access to the model
             return config_of(model)
-        wanted = "a Hub id, a folder, a config.json or 7B"
+        wanted = "give a Hub id, a folder, a config.json, or a size such as 7B"
         raise mistake("model", f"{model} cannot be read: {one_line(error)}", wanted) from None
 
 
-# --- A size, for the shape of a public model of about this size -----------------------------------
+# --- A size stands for the shape of the public model nearest to it --------------------------------
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Shape:
 
     @property
     def tables(self) -> int:
-        """Parameters of the embedding, of the head unless it is the same, and of the last norm."""
+        """Parameters of the embedding, of the head unless it is tied, and of the last norm."""
         return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
 
 
-# From the config.json of each on the Hub.
+# Source: the config.json of each model on the Hub.
 PUBLIC = (
     Shape("HuggingFaceTB/SmolLM2-135M", 134_515_008, "llama", 576, 1536, 30, 9, 3, 49_152, tied=True, head=64),
     Shape("HuggingFaceTB/SmolLM2-360M", 361_821_120, "llama", 960, 2560, 32, 15, 5, 49_152, tied=True, head=64),
@@ -102,34 +102,34 @@ SHAPES = {shape.source: shape for shape in PUBLIC}
 
 
 def is_size(model: str) -> bool:
-    """True if this is a number of parameters: 7B."""
+    """True if the model is given as a number of parameters, such as 7B."""
     return not Path(model).exists() and bool(re.fullmatch(r"\d+(\.\d+)?[A-Za-z]?", model))
 
 
 def _shape_of(model: str) -> tuple[Shape, Shape]:
-    """The shape to plan, and that of the public model it was made of, for a size or the name of
-    such a model. Raises `UserError`.
+    """Return the shape to plan, and the shape of the public model that it is made from.
 
-    A public model may have 2 % more or less. Else it gets more or fewer layers, and what is then
-    left over is the MLP's, in multiples of 8.
+    `model` is a size or a public model's name. A public model within 2 % of the size keeps its
+    shape. Otherwise the nearest one gets more or fewer layers, and the MLP takes the remaining
+    parameters, with a width in multiples of 8. Raises `UserError` for an impossible size.
     """
     if model in SHAPES:
         return SHAPES[model], SHAPES[model]
     unit = {"M": 1e6, "B": 1e9}.get(model[-1].upper(), 0)
     asked = float(model[:-1]) * unit if unit else 0
     if not 4e7 <= asked <= 2e12:
-        raise mistake("model", f"{model} is not a size that a decoder can have", "40M to 2000B, such as 7B")
+        raise mistake("model", f"{model} is not a possible size of a decoder", "give 40M to 2000B, such as 7B")
     public = min(PUBLIC, key=lambda shape: abs(math.log(shape.parameters / asked)))
     if abs(public.parameters / asked - 1) <= 0.02:
         return public, public
     layer = (public.parameters - public.tables) / public.layers
     layers = max(1, round((asked - public.tables) / layer))
-    missing = (asked - public.tables) / layers - layer  # in each of them
+    missing = (asked - public.tables) / layers - layer  # parameters in each layer
     return replace(public, layers=layers, inner=public.inner + round(missing / (3 * public.width) / 8) * 8), public
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """The configuration of a model of this size. Raises `UserError` for an impossible one."""
+    """Return the configuration of a model of this size. Raises `UserError` if it is impossible."""
     shape, _ = _shape_of(model)  # refuses before the import, which takes seconds
     from transformers import AutoConfig
 
@@ -149,12 +149,12 @@ def config_of(model: str) -> PreTrainedConfig:
 
 
 def description(model: str) -> str:
-    """The shape that a size stands for, on one line."""
+    """Describe on one line the shape that a size, or a public model's name, stands for."""
     shape, public = _shape_of(model)
     like = "the shape of" if shape == public else "a shape like that of"
-    like = "it could not be read from the Hub: this is the known shape of" if model in SHAPES else like
+    like = "the model could not be read from the Hub: this is the known shape of" if model in SHAPES else like
     tied = "tied" if shape.tied else "not tied"
     return (
         f"{like} {public.source}: {shape.layers} layers, width {shape.width:,}, MLP {shape.inner:,}, "
-        f"{shape.heads} heads ({shape.groups} of keys), {shape.vocabulary:,} tokens, embeddings {tied}"
+        f"{shape.heads} heads ({shape.groups} for keys and values), {shape.vocabulary:,} tokens, embeddings {tied}"
     )

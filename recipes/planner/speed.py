@@ -1,6 +1,6 @@
 """The time of a step: FLOPs at a given share of the GPU's peak, bytes at a given bandwidth.
 
-Pure arithmetic. It leaves out data, evaluation and saves, and adds offload to the rest, though they
+Pure arithmetic. Data, evaluation and saves are left out. Offload is added to the rest, though both
 may overlap.
 """
 
@@ -18,8 +18,8 @@ from recipes.run.known_gpus import CATALOGUE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# The share of a card's peak that trainings reach: MFU, and where it was published. The first entry
-# that a card's name begins with counts. torchtitan: Llama 3 8B with FSDP2, in docs/performance.md,
+# The share of a GPU's peak that trainings reach (MFU), and its source. The first entry that the
+# GPU's name begins with counts. torchtitan: Llama 3 8B with FSDP2, in docs/performance.md,
 # 33 % on eight H100 without torch.compile (39 % with it), 57 % on 64 A100. RTX 4090: GPT-2 at 29 %
 # of an A100's peak, github.com/karpathy/nanoGPT/issues/182. V100: bert-large in fp16, 18.64
 # sequences of 512 tokens per second, in Hugging Face's guide to training on a single GPU.
@@ -28,26 +28,26 @@ _MFU = (
     ("A100", 0.57, "torchtitan, A100"),
     ("RTX 4090", 0.55, "nanoGPT, RTX 4090"),
     ("V100", 0.17, "Hugging Face, V100"),
-    ("", 0.35, "a guess: none is published for this card"),
+    ("", 0.35, "a guess: no figure is published for this GPU"),
 )
 
 # Bus bandwidth of nccl-tests between the GPUs of one node. NVLink: a ring reaches 370 GB/s of the
-# 450 that an H100's links have (NCCL's author, github.com/NVIDIA/nccl-tests/issues/212); V100 and
-# B200, whose data sheets have a third and twice of that, in proportion; A100: 200 (issues/149).
-# PCIe: 20 of the 32 GB/s of Gen4 (issues/178), others in proportion.
+# 450 that an H100's links have (NCCL's author, github.com/NVIDIA/nccl-tests/issues/212). V100 and
+# B200 are scaled by their data sheets: a third and twice the H100's links. A100: 200 (issues/149).
+# PCIe: 20 of the 32 GB/s of Gen4 (issues/178); other generations are scaled in proportion.
 _NVLINK = {"H100 SXM": 370e9, "H200 SXM": 370e9, "A100": 200e9, "V100": 123e9, "B200": 740e9}
 _OF_PCIE = 20 / 32
 
 
 def mfu_of(card: str) -> tuple[float, str]:
-    """The share of this card's peak that a step is assumed to reach, and the source."""
+    """Return the share of the GPU's peak that a step is assumed to reach, and the source."""
     return next((share, source) for name, share, source in _MFU if card.startswith(name))
 
 
 def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
-    """Bus bandwidth between GPUs in bytes per second, and which link. None if unknown.
+    """Return the bus bandwidth between GPUs in bytes per second, and the name of the link.
 
-    It is unknown between nodes, and for a card without a name.
+    The bandwidth is None for one process, between nodes, and for a GPU outside the catalogue.
     """
     if processes == 1 or nodes > 1 or not any(card.name == gpu.name for card in CATALOGUE):
         return None, ""
@@ -59,12 +59,12 @@ def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step on each GPU: seconds (None if unknown), and the bytes that it sends.
+    """One optimizer step: seconds (None if unknown), and the bytes that each GPU sends.
 
-    `host` is what offload adds: PCIe, and Adam on the host, as published. It is a lower
-    bound: gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a reads throughput of a 7B
-    on 8 A800 that is 46 % with offload of what it is without. `hidden` is how much communication
-    computing can hide.
+    `host` is the time that offload adds: PCIe, and Adam on the host, as published. It is a lower
+    bound: in gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, offload cuts the
+    throughput of a 7B on 8 A800 to 46 %. `hidden` is the communication time that compute can hide
+    at most.
     """
 
     compute: float | None
@@ -75,7 +75,7 @@ class StepTime:
 
     @property
     def total(self) -> float | None:
-        """Seconds of a step, without communication between GPUs if that is unknown."""
+        """Seconds of a step, None if compute is unknown. Unknown communication counts as 0."""
         return None if self.compute is None else self.known
 
     @property
@@ -93,25 +93,25 @@ def step_time(
     mfu: float,
     bandwidth: float | None,
 ) -> StepTime:
-    """One optimizer step at this micro-batch and the run's global batch.
+    """Estimate the time of one optimizer step at this micro-batch and the run's global batch.
 
     `length` is tokens per sequence. `bandwidth`, in bytes per second, is the bus bandwidth of
-    nccl-tests: for every collective, the bytes that each GPU sends over time.
+    nccl-tests: the bytes that each GPU sends in a collective, divided by the time.
     """
     accumulation = run.batch.micro * run.batch.accumulation // micro
     sent = sent_bytes(run, weights, accumulation)
     flops, peak = flops_per_token(run, weights, config, length), _peak(run)
     compute = flops * length * micro * accumulation / (mfu * peak) if flops and peak else None
     host = host_seconds(run, weights, accumulation)
-    # DDP sends during the last micro-batch's backward pass, two thirds of its compute (Li et al.
-    # 2020); ZeRO and FSDP gather and scatter layer by layer during all of it (Zhao et al. 2023).
+    # DDP sends during the last micro-batch's backward: two thirds of the micro-batch's compute (Li
+    # et al. 2020). ZeRO and FSDP gather and scatter during all compute (Zhao et al. 2023).
     shards_layers = run.engine.kind in ("deepspeed", "fsdp")
     hidden = (compute or 0) * (1 if shards_layers else 2 / 3 / accumulation)
     return StepTime(compute, sent, sent / bandwidth if bandwidth else None, host, hidden)
 
 
 def _peak(run: RunSpec) -> float | None:
-    """FLOP/s of one GPU in the run's precision. None if unknown, as for fp32."""
+    """Return the peak FLOP/s of one GPU in the run's precision, None if unknown, as for fp32."""
     card = next((card for card in CATALOGUE if run.hardware.gpus and card.name == run.hardware.gpus[0].name), None)
     if card is None or not (run["bf16"] or run["fp16"]):
         return None
@@ -119,10 +119,10 @@ def _peak(run: RunSpec) -> float | None:
 
 
 def model_flops(parameters: int, config: PreTrainedConfig, length: float) -> float:
-    """Training FLOPs per token: 6N + 6*layers*heads*head_dim*length (causal attention counts half).
+    """Return 6N + 6*layers*heads*head_dim*length training FLOPs per token (half for causal masks).
 
-    N is `parameters`, without an input embedding that is not tied to the head: it is a lookup.
-    Source: PaLM (Chowdhery et al. 2022), appendix B.
+    N is `parameters`. They exclude an input embedding that is not tied to the head: a lookup takes
+    no FLOPs. Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
     return 6 * parameters + _attention_flops(config, length)
 
@@ -134,18 +134,18 @@ def flops_are_known(config: PreTrainedConfig) -> bool:
 
 
 def unknown_compute(run: RunSpec, config: PreTrainedConfig) -> str:
-    """The reason why the time of compute is unknown; empty if it is known."""
+    """Return the reason why the time of compute is unknown, empty if the time is known."""
     if not flops_are_known(config.get_text_config()):
         return "the FLOPs of models with experts, or without attention, are not counted"
     if _peak(run):
         return ""
     if not (run["bf16"] or run["fp16"]):
-        return "the peak of fp32 is unknown"
-    return "the peak of this card is unknown: --gpu NAME for a card that is known"
+        return "the GPU's peak in fp32 is unknown"
+    return "the peak of this GPU is unknown: choose a known GPU with --gpu NAME"
 
 
 def flops_per_token(run: RunSpec, weights: Weights, config: PreTrainedConfig, length: int) -> float | None:
-    """FLOPs that the GPU runs per token, recomputed ones too; None if `model_flops` does not hold.
+    """Return the FLOPs per token, with recomputed ones, or None if `model_flops` does not hold.
 
     Of the six FLOPs per parameter, two are for the forward pass, two for the gradient of the input,
     and two for the gradient of the weight, which frozen weights skip. Checkpointing runs the
@@ -167,10 +167,10 @@ def _attention_flops(config: PreTrainedConfig, length: float) -> float:
 
 
 def exchanges(run: RunSpec, accumulation: int) -> int:
-    """The number of exchanges of gradients in an optimizer step.
+    """Return how many times gradients are reduced in an optimizer step.
 
-    DDP and FSDP2 once at any accumulation: Trainer skips it for the other micro-batches, unless
-    `sync_each_batch` is set. ZeRO-2 and ZeRO-3 scatter the gradients of every micro-batch.
+    DDP and FSDP2 reduce once at any accumulation: Trainer skips all micro-batches but the last,
+    unless `sync_each_batch` is set. ZeRO-2 and ZeRO-3 reduce the gradients of every micro-batch.
     """
     if run.world_size == 1:
         return 0
@@ -179,11 +179,11 @@ def exchanges(run: RunSpec, accumulation: int) -> int:
 
 
 def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
-    """Bytes that each GPU sends in an optimizer step, with ring algorithms over p GPUs.
+    """Return the bytes that each GPU sends in an optimizer step, with ring algorithms over p GPUs.
 
-    An all-reduce sends 2(p-1)/p of its tensor, a reduce-scatter or an all-gather (p-1)/p. ZeRO-3
-    and FSDP2 gather the parameters twice for each micro-batch, FSDP2 those of the head once.
-    Source: ZeRO (Rajbhandari et al. 2020), section 7, and fsdp.py.
+    An all-reduce sends 2(p-1)/p of the tensor, a reduce-scatter or an all-gather (p-1)/p. ZeRO-3
+    and FSDP2 gather the parameters twice for each micro-batch; FSDP2 gathers the head once.
+    Source: ZeRO (Rajbhandari et al. 2020), section 7, and `_held_by_fsdp` in memory.py.
     """
     share, times = (run.world_size - 1) / run.world_size, exchanges(run, accumulation)
     if run.engine.kind not in ("deepspeed", "fsdp"):
@@ -199,7 +199,7 @@ def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
 
 
 def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int) -> int:
-    """Bytes: gathered and scattered among the shards, and reduced among their replicas (HSDP)."""
+    """Return the bytes gathered and scattered among shards, and reduced among replicas (HSDP)."""
     copies = run.engine.parallelism.replicate
     among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
     times = exchanges(run, accumulation)
@@ -209,7 +209,7 @@ def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int)
 
 
 def host_seconds(run: RunSpec, weights: Weights, accumulation: int) -> float:
-    """Seconds per step for PCIe and then for Adam on the host; 0 without offload."""
+    """Return the seconds per step of PCIe transfers and Adam on the host; 0 without offload."""
     if run.engine.offload_optimizer == "none":
         return 0.0
     updated_on_node = weights.trained * run.local_world_size / run.world_size
@@ -218,15 +218,15 @@ def host_seconds(run: RunSpec, weights: Weights, accumulation: int) -> float:
 
 
 def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:
-    """Bytes between one GPU and its host in a step, both ways, with offload of the optimizer.
+    """Return the bytes between one GPU and its host in a step, both ways, with optimizer offload.
 
-    The GPU's share of the gradients goes to the host once in fp32, for Adam. With accumulation
-    DeepSpeed adds them up on the GPU, and keeps the sum on the host: it goes there in 16 bits with
-    every micro-batch, and all but the first come back for it, with ZeRO-3 all and without
-    accumulation too (`copy_gradients_to_cpu` and `async_inplace_copy_grad_to_fp32_buffer_from_gpu`
-    in stage_1_and_2.py, `partition_grads` in stage3.py). Updated parameters return once, or, if
-    they are offloaded too, for forward and backward of every micro-batch. FSDP2 sends shards in
-    fp32 (`all_gather_inputs` in torch's _fsdp_param.py).
+    The GPU's share of the gradients goes to the host once in fp32, for Adam. With accumulation,
+    DeepSpeed keeps the sum of gradients on the host and adds to it on the GPU: the 16-bit sum goes
+    to the host after every micro-batch, and comes back for all but the first. ZeRO-3 moves the sum
+    both ways for every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
+    `async_inplace_copy_grad_to_fp32_buffer_from_gpu` in stage_1_and_2.py, `partition_grads` in
+    stage3.py). Updated parameters return once; offloaded ones return for every forward and
+    backward. FSDP2 sends shards in fp32 (`all_gather_inputs` in torch's _fsdp_param.py).
     """
     fsdp = run.engine.kind == "fsdp"
     width = FP32 if fsdp or not (run["bf16"] or run["fp16"]) else HALF

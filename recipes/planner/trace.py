@@ -45,23 +45,23 @@ from recipes.planner.memory import (
 from recipes.quiet import silence
 
 _MOST_PIECES = 3
-_DIFFERENT = "the two ran different operations"
+_DIFFERENT = "the two traces ran different operations"
 
 
 # --- The bytes that are alive while code runs -----------------------------------------------------
 
 
 class LiveBytes(TorchDispatchMode):
-    """Each storage counts once, from the operation that made it to its release.
+    """Count each storage once, from the operation that makes it to its release.
 
-    Tensors whose last dimension is `vocabulary` count as logits. `allocations` are rows as in
-    `Traced`, and `made_by` the operation and the size of each.
+    Tensors whose last dimension is `vocabulary` count as logits. `allocations` has rows as in
+    `Traced`, and `made_by` has the operation and the size of each allocation.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        self.known: dict[int, int | None] = {}  # by storage, the number of its allocation
+        self.known: dict[int, int | None] = {}  # the allocation's number by storage, None if ignored
         self.allocations: list[list[int]] = []
         self.made_by: list[tuple[str, int]] = []
 
@@ -71,12 +71,12 @@ class LiveBytes(TorchDispatchMode):
         return Traced(np.array(self.allocations), 0).moments
 
     def ignore(self, tensors: list[torch.Tensor]) -> None:
-        """Do not count the storages of these tensors, which existed before."""
+        """Leave out the storages of these tensors, which existed before the trace."""
         self.known |= {tensor.untyped_storage()._cdata: None for tensor in tensors}
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """Count the complete gradient of a parameter as a gradient, no longer as an activation."""
-        if parameter.grad is not None:  # what is trained, but did not run
+        if parameter.grad is not None:  # None if a trained parameter did not run
             self._note(COMPLETE, self.known.get(parameter.grad.untyped_storage()._cdata))
 
     def __torch_dispatch__(
@@ -114,12 +114,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def trace(config: PreTrainedConfig, case: Case) -> Traced:
-    """Run one micro-batch, or one batch of an evaluation, which has no backward.
+    """Trace one micro-batch, or one evaluation batch, which has no backward.
 
-    Raises whatever the model raises if it cannot run on fake tensors.
+    Raises the model's own exception if the model cannot run on fake tensors.
     """
-    # Without a mask there is one sequence in a row. On fake tensors, whose numbers nobody knows,
-    # transformers expects several, and masks them apart.
+    # Without a mask, each row is one sequence. Fake tensors have no values, so transformers would
+    # assume several sequences in a row and build a mask that separates them.
     in_order = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
     with silence(), FakeTensorMode(), packaged_attention(case.mask), in_order:
         model = _model(config, case)
@@ -150,8 +150,8 @@ def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None)
     modules, parameters = list(model.modules()), list(model.parameters())
     lists = [module for module in modules if isinstance(module, torch.nn.ModuleList)]
     layers = [layer for one in lists for layer in one]
-    inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}  # as experts are
-    # The layers of the part about text: none if no list has as many of them as it says.
+    inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}  # such as experts
+    # The layers of the text model: none if no list has the length that the configuration gives.
     count = getattr(config.get_text_config(), "num_hidden_layers", 0)
     decoder = max((one for one in lists if len(one) == count), key=_count, default=())
     tables = [module.weight for module in modules if isinstance(module, torch.nn.Embedding)]
@@ -162,7 +162,7 @@ def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None)
 
     sizes = tuple((parameter.numel(), kind(parameter)) for parameter in parameters)
     total = sum(size for size, _ in sizes)
-    dtype = config.dtype or config.get_text_config().dtype or torch.float32  # `save_pretrained` leaves a name
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32  # `save_pretrained` writes a name
     return Weights(
         total=total,
         trained=sum(size for size, kind in sizes if kind == TRAINED),
@@ -189,15 +189,15 @@ def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceCl
 
 
 def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Module:
-    """A model in that shape; by the code that comes with it if that was trusted with the shape."""
+    """Build the model of a configuration, with its own code if the configuration came from it."""
     own = type(config).__module__.startswith("transformers_modules.")
-    config = copy.deepcopy(config)  # a model notes its dtype and its attention there
+    config = copy.deepcopy(config)  # a model writes its dtype and attention into the configuration
     return _auto_class(task).from_config(config, trust_remote_code=own, **how)
 
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     asked = {} if case.attention is None else {"attn_implementation": case.attention}
-    with no_init_weights():  # some draw numbers until all are near enough, which fake ones never are
+    with no_init_weights():  # some draw numbers until all are in range, which fake numbers never are
         model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.tie_weights()
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as launch/training/model.py
@@ -209,7 +209,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
         model = _with_adapters(model, case.adapters)
     model.train(not case.evaluation)
     if case.checkpointing:
-        # A mode does not reach what autograd recomputes in the backward pass: enter it there too.
+        # The mode does not reach operations that the backward recomputes: enter it there too.
         def contexts() -> tuple[contextlib.AbstractContextManager, ...]:
             return contextlib.nullcontext(), Operations(case.on_cuda, case.capability)
 
@@ -235,7 +235,7 @@ def _with_adapters(model: torch.nn.Module, adapters: Adapters) -> torch.nn.Modul
     targets = adapters.targets if isinstance(adapters.targets, str) else list(adapters.targets)
     how = {"lora_dropout": adapters.dropout, "target_modules": targets, "use_dora": adapters.dora}
     lora = LoraConfig(r=adapters.rank, **how)
-    with patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):  # fails on fake tensors
+    with patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):  # `to` fails on fake tensors
         wrapped = get_peft_model(model, lora)
     if not adapters.in_fp32:
         for parameter in filter(lambda parameter: parameter.requires_grad, wrapped.parameters()):
@@ -256,12 +256,12 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
 
 
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | None:
-    """The shortest models that end as one with these kinds of layers does: the layers of two of
-    them, and pieces that the deep one has beyond the first. None without a period.
+    """Return the layers of the two shortest models that end like the deep model, and the pieces
+    that the deep model has beyond the first of the two. None if the kinds of layers do not repeat.
 
-    After some first layers, as the dense ones before experts, kinds repeat: each layer is as the
-    one before it, or as in Gemma 3 the sixth before it. The shallow model has so many such pieces,
-    or two of several layers.
+    After some first layers, such as dense ones before experts, a piece of layers repeats: one
+    layer, or six in Gemma 3. The first of the two models has `pieces` such pieces, or two if a
+    piece has several layers.
     """
     found = []
     for period in range(1, len(kinds) // 3 + 1):
@@ -275,8 +275,8 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | N
 
 
 def trace_any(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced:
-    """The trace of a model of any depth and length: from shallow models where layers repeat, and
-    from three short sequences if it loops over a sequence, which takes minutes.
+    """Trace a model of any depth and length: from shallow models if layers repeat, and from three
+    short sequences if the model loops over a sequence (a long loop takes minutes).
     """
     unit = _loop_unit(config, case.task)
     if unit is None or case.length <= 3 * unit:
@@ -286,12 +286,12 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced:
 
 
 def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
-    """The trace of a deep model from shallow ones. None if layers do not repeat: each is as others
-    of its type and size.
+    """Trace a deep model from shallow ones. None if no layers of equal type and size repeat.
 
-    Without checkpointing the last layer's backward pass, and with adapters the first one's, differ
-    from others. In 16 bits without autocast the last layer's result is freed sooner. So this many
-    pieces of repeated layers are needed until every moment is one of the whole model, or more.
+    Without checkpointing, the backward of the last layer differs from others, and with adapters
+    that of the first layer. In 16 bits without autocast, the last layer's result is freed sooner.
+    In both cases the shallow model has one more piece of layers, so that no moment of the deep
+    model is underestimated.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
@@ -306,17 +306,17 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
         shallow, deeper, times = found
         for layers in {shallow, deeper} - traces.keys():
             traces[layers] = trace(with_layers(config, layers), case)
-        for share in (0.5, 0):  # allocations around a piece may look the same, but have other lifetimes
+        for share in (0.5, 0):  # allocations around a piece may look the same with different lifetimes
             with contextlib.suppress(ValueError):
                 return _of_depth(traces[shallow], traces[deeper], times, share)
     return None
 
 
 def _loop_unit(config: PreTrainedConfig, task: str) -> int | None:
-    """Tokens that the shortest of three traces is to have, if the model loops over a sequence.
+    """Return the tokens of the shortest of three traces if the model loops over a sequence.
 
-    Layers with a state do, by token or by chunks of 64, where no kernel of another package runs.
-    None if the source of the model has no such loop.
+    Layers with a state loop by token, or by chunks of 64, if no kernel of another package runs.
+    None if the model's source has no such loop.
     """
     known = _auto_class(task)._model_mapping
     classes = [known.get(type(part), None) for part in (config, config.get_text_config())]
@@ -328,7 +328,7 @@ def _loop_unit(config: PreTrainedConfig, task: str) -> int | None:
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The same configuration with fewer layers. Lists with one value per layer are cut to fit."""
+    """Copy the configuration with fewer layers. Lists with one value per layer are cut to fit."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     before = text.num_hidden_layers
@@ -343,11 +343,11 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def at_batch(two: Traced, three: Traced, batch: float) -> Traced:
-    """The trace of `batch` sequences from those of two and three: each further one adds the same.
+    """Extrapolate from two and three sequences to `batch`: each further sequence adds the same.
 
-    A part of a sequence is a shorter one: nearly everything grows with the number of tokens. One
-    sequence runs slightly different operations than two: on the models in the tests, its
-    extrapolation is at most 0.2 % off. Raises `ValueError` if the two ran different operations.
+    A fraction of a sequence is a shorter sequence, as nearly all sizes grow with the tokens. One
+    sequence runs slightly different operations than two: on the models in the tests, the result
+    for one is at most 0.2 % off. Raises `ValueError` if the two traces ran different operations.
     """
     one, other = two.allocations, three.allocations
     if len(one) != len(other) or (one[:, SIZE + 1 :] != other[:, SIZE + 1 :]).any():
@@ -358,12 +358,12 @@ def at_batch(two: Traced, three: Traced, batch: float) -> Traced:
 
 
 def at_length(three: Sequence[Traced], length: float) -> Traced:
-    """The trace of sequences `length` times as long as the first of three, equally further apart.
+    """Extrapolate from traces of 1, 2 and 3 times a length to `length` times that length.
 
-    For models that loop over a sequence. Of each trace two moments are enough: where activations
-    are fullest, and where all gradients are made: in between one grows as the other falls. They are
-    of the second degree in the length, as the scores of attention are. Six allocations stand for
-    all of them: gradients, activations and logits of the first moment, and those of the second.
+    This is for models that loop over a sequence. Two moments of each trace are enough: the fullest
+    of activations, and the one with all gradients. In between, gradients grow as activations fall.
+    The sizes are polynomials of degree 2 in the length, as attention scores are. Six allocations
+    stand for all others: gradients, activations and logits of both moments.
     """
     weights = [(length - 2) * (length - 3) / 2, -(length - 1) * (length - 3), (length - 1) * (length - 2) / 2]
     found = np.zeros((2, 3))
@@ -379,12 +379,12 @@ def at_length(three: Sequence[Traced], length: float) -> Traced:
 
 
 def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
-    """The trace of a model with `times` as many more layers than `shallow` as `deeper` has.
+    """Extrapolate to a model with `times` times the layers that `deeper` has more than `shallow`.
 
-    A piece of the forward, and one of the backward, happens once in `shallow`, twice in `deeper`,
-    and `times` + 1 times here. It begins at this `share` of the allocations where it may. When
-    something is freed is linear in the number of these pieces, and in the place of its own among
-    them. Raises `ValueError` if the two show something else.
+    The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
+    `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
+    the earliest possible allocation, to 1, the latest. The time of a release is linear in the
+    number of pieces and in a piece's position. Raises `ValueError` if the traces show otherwise.
     """
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward
@@ -406,13 +406,13 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
 
 
 def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
-    """Allocations of the forward and of the backward, and what made them."""
+    """Yield the allocations of the forward, then of the backward, each with their operations."""
     for part in (slice(traced.made_forward), slice(traced.made_forward, None)):
         yield traced.allocations[part], traced.made_by[part]
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """The place where the piece begins in both: what comes before and after it is the same."""
+    """Return the index where the piece begins: both traces are equal before and after the piece."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -421,12 +421,12 @@ def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
 
 
 def _same(one: Sequence[object], two: Sequence[object]) -> int:
-    """The number of those that are the same from the start."""
+    """Count the items at the start that are equal in both."""
     return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """By how many allocations those of `other` are freed, and complete, later than of `one`."""
+    """Return how much later, in allocations, `other` frees and completes each than `one` does."""
     step = other - one
     if step[:, [SIZE, LOGITS]].any() or not np.isin(step[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

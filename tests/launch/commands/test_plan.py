@@ -44,7 +44,7 @@ def test_it_says_so_if_a_model_cannot_be_traced(said, monkeypatch):
     AutoConfig.register(LooksAtItsDataConfig.model_type, LooksAtItsDataConfig)
     AutoModelForCausalLM.register(LooksAtItsDataConfig, LooksAtItsData)
     monkeypatch.setitem(MODELS, "untraceable", LooksAtItsDataConfig(**SHAPE))
-    assert "recipes fit, which measures it" in said("untraceable", "--gpu 'A100 80GB' --recipe standard", 2)
+    assert "use recipes fit, which measures the memory" in said("untraceable", "--gpu 'A100 80GB' --recipe standard", 2)
 
 
 def test_it_prints_a_row_for_each_recipe_and_the_recommended_one(said):
@@ -63,7 +63,7 @@ def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(sa
     assert (plan["recommended"], plan["length"], plan["asked_length"], plan["margin"]) == ("standard", 99, 99, 0.06)
     assert sum(entry["components"].values()) == entry["total_bytes"]
     assert all(type(size) is int for size in entry["components"].values())
-    assert "the most that others read" in context["source"]
+    assert "the largest published value" in context["source"]
     heads = next(line for line in printed.splitlines() if line.startswith("recipe ")).split()[1:]
     assert all(f"\n{head}: " in printed for head in heads) and "\nnot counted: " in printed
     assert f"\ncontext: {context['bytes'] / 2**20:.0f} MiB, {context['source']}\n" in printed
@@ -118,10 +118,10 @@ def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tm
     [
         ("large", "--gpu L4", ", the fastest that fits: "),
         ("large", "--gpu L4 --recipe standard", ", which fits: "),
-        ("large", "--gpu_memory 2.3", ", with least sending and offload of those that fit: "),
+        ("large", "--gpu_memory 2.3", ", with least communication and offload of those that fit: "),
         ("experts", "--gpu H100 --mfu 0.4", "experts, or without attention, are not counted; --mfu has no effect"),
-        ("llama", "--gpu_memory 8", "the time of a step is unknown: the peak of this card is unknown: --gpu NAME"),
-        ("llama", "--gpu H100 --recipe baseline", "the peak of fp32 is unknown\n"),
+        ("llama", "--gpu_memory 8", "the time of a step is unknown: the peak of this GPU is unknown: choose"),
+        ("llama", "--gpu H100 --recipe baseline", "the GPU's peak in fp32 is unknown\n"),
     ],
 )
 def test_it_says_why_a_recipe_is_recommended_and_why_its_time_is_unknown(model, argv, why, said):

@@ -166,12 +166,12 @@ def test_a_trace_of_adapters_keeps_what_the_real_model_keeps(mixed, four_bits, d
     ("flags", "config", "said"),
     [
         ("", SMALL["llama"], ""),
-        ("--attn_implementation eager", SMALL["llama"], "eager (as asked for)"),
-        ("", EAGER_BY_THEMSELVES["gpt_oss"], "eager (this model's own)"),
+        ("--attn_implementation eager", SMALL["llama"], "eager (as requested)"),
+        ("", EAGER_BY_THEMSELVES["gpt_oss"], "eager (this model's default)"),
         ("--fp16 false --bf16 false --packing --packing_strategy wrapped", GROUPED, "math kernel"),
-        ("--use_liger_kernel true", WORDS, "Liger's kernels are not counted, but for its loss: the real peak is lower"),
-        ("--label_smoothing_factor 0.1", WORDS, "label smoothing computes from the logits is not counted"),
-        ("--torch_compile true", WORDS, "torch.compile fuses or computes again is not counted: the peak is lower"),
+        ("--use_liger_kernel true", WORDS, "Liger's kernels are not counted, except by its loss: the real peak"),
+        ("--label_smoothing_factor 0.1", WORDS, "label smoothing makes from the logits are not counted"),
+        ("--torch_compile true", WORDS, "torch.compile are not counted: the real peak is lower"),
     ],
 )
 def test_a_plan_says_what_it_leaves_out_and_which_attention_is_not_a_fused_one(flags, config, said):

@@ -1,4 +1,4 @@
-"""The CUDA context as others read it on such a card, or the most they read."""
+"""The CUDA context as published for such a GPU, or the largest published value."""
 
 import pytest
 
@@ -16,10 +16,10 @@ def context(name: str):
 @pytest.mark.parametrize(("card", "mib"), [("Tesla T4", 141), ("A100", 426)])
 def test_a_card_that_others_have_read_takes_what_they_read(card, mib):
     found = context(card)
-    assert round(found.bytes / MIB) == mib and found.source.startswith("as others read it on ")
+    assert round(found.bytes / MIB) == mib and found.source.startswith("published for ")
 
 
 @pytest.mark.parametrize("card", ["NVIDIA L4", "a GPU of 24 GB"])
 def test_another_card_takes_the_most_that_others_read_and_says_so(card):
     found = context(card)
-    assert found.bytes == 426 * MIB and found.source.startswith("the most that others read, on A100 (")
+    assert found.bytes == 426 * MIB and found.source.startswith("the largest published value, of A100 (")

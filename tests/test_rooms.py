@@ -51,7 +51,7 @@ BUDGETS = {
     "launch/doctor": 1290,
     "launch/explain": 410,
     "launch/fit": 260,
-    "launch/host": 1110,
+    "launch/host": 1120,
     "launch/jobs": 1350,
     "launch/output": 1450,
     "launch/scaling": 900,

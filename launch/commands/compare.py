@@ -216,7 +216,7 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
     rows, cells = differences(records), _result_rows(records)
     margins = [_margins(metric, value, records) for metric, value in options.target]
     if others := other_training(rows):
-        print(f"not the same training, which also changes the results. Different: {', '.join(others)}\n")
+        print(f"these runs train differently, which also changes their results: {', '.join(others)}\n")
     print_settings(names, rows)
     _print_table(["result", *names], [["status", *map(_status, records)], *cells])
     if any(cell.endswith(_BY_NOISE) for row in cells for cell in row):

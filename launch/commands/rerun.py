@@ -122,8 +122,8 @@ _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 
 def _matters(row: Row, record: Json, run: RunSpec) -> bool:
-    """True if the difference can change the training, which repeats exactly without such a
-    difference. False if it follows from another difference, or one version lacks the setting.
+    """True if the difference can change the training. False if the difference follows from another
+    one, or if one of the two versions lacks the setting.
     """
     name, then = row.name, row.values[0]
     if row.part == "contents":  # missing data or a missing model is a problem of its own

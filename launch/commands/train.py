@@ -79,7 +79,7 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
         raise mistake("dataset_name", "there is nothing to prepare", "--dataset_name FILE_OR_ID")
     if run["dataset_streaming"]:
         what = "there is nothing to prepare: a stream is tokenized during the training"
-        raise mistake("dataset_streaming", what, "leave --dataset_streaming out, here and in the training")
+        raise mistake("dataset_streaming", what, "leave --dataset_streaming out of this command and of the training")
     quiet_libraries(run["verbose"])
     prepare_environment(run)
     from launch.data.load import load_data, shown_examples

@@ -39,7 +39,7 @@ class _Made(torch.utils.data.Dataset):
         self._tables = self.examples.with_format("arrow")  # once: this takes forty times as long as reading a row
 
     def cut(self) -> str:
-        """Describe how many tokens are cut from examples longer than a row; empty if none are."""
+        """Describe how many tokens max_length cuts from longer examples; empty if none."""
         lengths = lengths_of(self.examples)
         lost = int(np.maximum(lengths - self.length, 0).sum())
         share = f"{lost / max(1, lengths.sum()):.1%}"

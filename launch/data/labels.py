@@ -63,7 +63,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     is_list = isinstance(feature, List)
     if wanted and is_list != (wanted == MULTI):
         holds = "lists" if is_list else "one label a row"
-        raise mistake("problem_type", f"is {wanted}, and the column {name!r} holds {holds}", "leave it out")
+        raise mistake("problem_type", f"is {wanted}, and the column {name!r} holds {holds}", "leave problem_type out")
     if wanted == REGRESSION or (wanted is None and any(isinstance(label, float) for label in labels)):
         if not all(isinstance(label, int | float) for label in labels):
             what = f"regression learns numbers, and the column {name!r} holds other values"

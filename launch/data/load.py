@@ -82,7 +82,7 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
         evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)
         text += f"\nevaluation: {words}"
     elif run["eval_strategy"] != "no":
-        raise UserError(nothing_to_evaluate_on("its parts have only the split train", streams))
+        raise UserError(nothing_to_evaluate_on("the data have only the split train", streams))
     # Padding is masked, so any token works.
     collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
     commit = ", ".join(one.commit for one in tokens if one.commit) or None

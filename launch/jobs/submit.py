@@ -49,7 +49,7 @@ def submit(
     training are also built here. A dry run skips that: it takes seconds.
     """
     if output and not dry_run:
-        raise mistake("output", "needs --dry_run: this job would be submitted", "add --dry_run, or leave out --output")
+        raise mistake("output", "works only with --dry_run", "add --dry_run, or leave out --output")
     place = target.place(processes_per_node, nodes, accelerate_config)
     job = checked_job(recipe, argv, place, accelerate_config, getattr(target, "data", ()), preflight)
     if job.run["fresh"] and not isinstance(target, Local):

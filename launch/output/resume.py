@@ -324,8 +324,8 @@ def _asks_for_more(run: RunSpec, old: Json) -> bool:
 
 
 def _changes(run: RunSpec, old: Json) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """Return the settings whose old value a resume keeps, and the settings whose new value it
-    takes, each as name -> (then, now).
+    """Return two dicts of name -> (then, now): settings that keep their old value in a resume,
+    and settings that take their new value.
     """
     kept = record.changes(old, run, record.KEPT_BY_RESUME)
     kept = {name: values for name, values in kept.items() if values[0] or not name.endswith("_steps")}  # 0 is none

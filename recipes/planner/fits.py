@@ -84,7 +84,7 @@ class Estimator:
         return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
 
     def traced(self, run: RunSpec, micro: int) -> Traced:
-        """Trace one micro-batch. Raises `UserError` if the model does not run without data."""
+        """Trace one micro-batch. Raises `UserError` if it fails on meta tensors."""
         return self._of_case(run, self.case(run, micro))
 
     def _evaluation(self, run: RunSpec) -> Traced | None:

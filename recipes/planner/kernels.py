@@ -107,10 +107,11 @@ def _dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax as CUDA runs it: one kernel reads 16 bits and writes fp32, without an fp32 copy.
+    """Softmax as CUDA runs it: one kernel reads 16 bits and writes fp32, without an fp32 copy of
+    the input.
 
-    The backward (softmax_backward_cuda_out of ATen/native/cuda/SoftMax.cu) makes `grad * output`,
-    as large as the result. A CPU makes the copy, but not this product.
+    The backward (softmax_backward_cuda_out of ATen/native/cuda/SoftMax.cu) allocates
+    `grad * output`, as large as the result. A CPU copies the input, but does not allocate this.
     """
 
     @staticmethod

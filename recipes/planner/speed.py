@@ -169,8 +169,8 @@ def _attention_flops(config: PreTrainedConfig, length: float) -> float:
 def exchanges(run: RunSpec, accumulation: int) -> int:
     """Return how many times gradients are reduced in an optimizer step.
 
-    DDP and FSDP2 reduce once at any accumulation: Trainer skips all micro-batches but the last,
-    unless `sync_each_batch` is set. ZeRO-2 and ZeRO-3 reduce the gradients of every micro-batch.
+    DDP and FSDP2 reduce once at any accumulation: Trainer skips the reduction in all micro-batches
+    but the last, unless `sync_each_batch` is set. ZeRO-2 and ZeRO-3 reduce in every one.
     """
     if run.world_size == 1:
         return 0

@@ -65,7 +65,7 @@ def each_process_has_a_gpu(run):
         yield Problem("num_processes", what, f"--num_processes {gpus}", "the launch")
     if run.engine.kind == "single" and run.world_size == 1 < gpus and not run["use_cpu"]:
         fix = f"{launch_with('standard.yaml')} --num_processes {gpus}"
-        yield Problem("num_processes", f"1 uses one of {gpus} GPUs", fix, "the launch", "advice")
+        yield Problem("num_processes", f"is 1, so {gpus - 1} of {gpus} GPUs stay idle", fix, "the launch", "advice")
 
 
 @rule
@@ -371,9 +371,9 @@ def fsdp2_is_chosen(run):
 
 @rule
 def fsdp2_shards_layer_by_layer(run):
-    """A policy that wraps nothing gathers the whole model for every forward and backward. By size,
-    FSDP2 also wraps the list of layers, and fails: `fully_shard does not support containers that
-    do not implement forward`. The demonstration's layers are smaller than most size limits.
+    """If the auto-wrap policy wraps nothing, FSDP2 gathers the whole model for every forward and
+    backward. The policy by size also wraps the list of layers, and fails: `fully_shard does not
+    support containers that do not implement forward`. The demonstration's layers are too small.
     """
     section, fix = fsdp_section(run), "TRANSFORMER_BASED_WRAP"
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()

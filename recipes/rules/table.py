@@ -127,7 +127,7 @@ def _unread(setting: str, is_read: Condition, where: str, meant: str) -> Rule:
     return advice_row(
         f"{setting}_is_read", setting,
         lambda run: run.explicit(setting) and run[setting] not in (None, False, "", {}, []) and not is_read(run),
-        f"is ignored {where}", f"{meant}, or leave it out",
+        f"is ignored {where}", f"{meant}, or leave {setting} out",
         "The run ignores the setting and prints no warning.",
     )  # fmt: skip
 
@@ -264,7 +264,7 @@ _ERRORS = (
     # Compilation
     error_row("compile_settings_compile", "torch_compile_backend torch_compile_mode",
               lambda run: run.explicit("torch_compile") and not run["torch_compile"],
-              "turns torch_compile on, although --torch_compile is false", "leave it out",
+              "turns torch_compile on, although --torch_compile is false", "leave out the backend and the mode",
               "A backend or a mode compiles the model even with `torch_compile false`."),
 
     error_row("checkpointing_settings_are_a_mapping", "gradient_checkpointing_kwargs",
@@ -338,7 +338,7 @@ _ADVICE = (
 
     # Costs time
     advice_row("compiling_needs_one_shape", "torch_compile", lambda run: _compiles(run) and not run["packing"],
-               "compiles again for every new length of a batch", "--packing, or leave it out",
+               "compiles again for every new length of a batch", "add --packing, or leave torch_compile out",
                "`accelerate launch` compiles with dynamic=False, so each new length costs another compilation."),
 )  # fmt: skip
 

@@ -95,7 +95,7 @@ def _from_python(file: str, name: str) -> Recipe:
     recipe = _run(file, module[name]) if callable(module.get(name)) else None
     if not isinstance(recipe, Recipe):
         what = f"{file} has no function {name!r} that returns a Recipe"
-        raise mistake("recipe", what, f"{file}:NAME, of a function with `return fast().but(...)`")
+        raise mistake("recipe", what, f"use {file}:NAME, where NAME is a function with `return fast().but(...)`")
     while recipe.base and recipe.base.name not in RECIPES:  # written by the user too
         recipe = replace(recipe, changes={**recipe.base.changes, **recipe.changes}, base=recipe.base.base)
     return _checked(replace(recipe, files=(file,)), [])
@@ -147,7 +147,7 @@ def _change(name: str, value: Any, file: str) -> Value | None:
         raise mistake(name, "cannot be changed by a recipe", "leave it out", file)
     if callable(value):
         if name in _EARLY:
-            raise mistake(name, "cannot depend on the run", "a value with its reason", file)
+            raise mistake(name, "cannot be computed from the run", "write a fixed value with its reason", file)
         return lambda run: _decision(name, _run(file, value, run), file)
     return None if value is None else _decision(name, value, file)
 
@@ -163,7 +163,7 @@ def _of_a_recipe(name: str, value: Any, file: str) -> Decision:
 
 
 def _decision(name: str, pair: Any, file: str) -> Decision:
-    """Convert a value to its type, beside its reason. Raises `UserError` if either is wrong."""
+    """Convert a value to its type, and check its reason. Raises `UserError` for either."""
     is_words = _is_pair(pair) and "list" in legal.settings()[name].types and isinstance(pair[0], str)
     if not _is_pair(pair) or (is_words and " " not in pair[1].strip()):  # [q_proj, v_proj] is a list of two
         value = repr(pair) if isinstance(pair, (str, int, float)) else "value"

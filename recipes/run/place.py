@@ -131,6 +131,6 @@ def _launched_engine(place: Place) -> Engine:
 
 
 def _inside(launch: Engine, engine: Engine) -> Engine:
-    """The engine that train.py starts itself, with the processes and group sizes of the launch."""
+    """The `engine` that train.py sets up itself, in the processes and groups of the launch."""
     sizes = replace(launch.parallelism, autotp=engine.parallelism.autotp)
     return replace(engine, num_processes=launch.num_processes, parallelism=sizes)

@@ -160,7 +160,7 @@ def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def parse_row(row: Mapping[str, Any], source: str) -> Timing:
-    """Return a row of a file as a Timing, without unknown columns. Raises `UserError`."""
+    """Parse a row of a file, and ignore unknown columns. Raises `UserError` for a wrong value."""
     known = {*COLUMNS, *_RATES}
     values = {
         name: _value(name, value, source) for name, value in row.items() if name in known and value not in (None, "")

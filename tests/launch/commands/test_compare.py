@@ -130,7 +130,7 @@ def test_compare_has_what_differs_the_results_and_the_failures(runs, answer):
         assert found[name][:2] == [record[name] for record in records[:2]]
         assert name in printed
     _, printed = answer("compare", runs / "plain", runs / "diverged")
-    assert printed.startswith("not the same training, which also changes the results. Different: ")
+    assert printed.startswith("these runs train differently, which also changes their results: ")
 
 
 def test_contents_count_and_not_their_path(runs):

@@ -138,13 +138,13 @@ MISTAKES = {
     "a name that is not defined": ("mine.py:mine", "def mine():\n    return fsat()\n", "raises NameError"),
     "an end": ("mine.py:mine", "raise SystemExit(3)\n", "raises SystemExit"),
     "no recipe returned": ("mine.py:mine", "def mine():\n    return 3\n", "no function 'mine' that returns a Recipe"),
-    "no function named": ("mine.py:", "def mine(): ...\n", "Fix: mine.py:NAME"),
+    "no function named": ("mine.py:", "def mine(): ...\n", "Fix: use mine.py:NAME"),
     "a bare value": ("mine.py:mine", _BUT + "'a', 'b', seed=3)\n", 'Fix: [3, "the reason"]'),
     "a name with a blank": ("mine.py:mine", _BUT + "'a b', 'b')\n", "'a b' cannot name a recipe"),
     "a batch that depends on the run": (
         "mine.py:mine",
         _BUT + "'a', 'b', global_batch_size=lambda run: (3, 'c'))\n",
-        "global_batch_size: cannot depend on the run",
+        "global_batch_size: cannot be computed from the run",
     ),
 }
 

@@ -111,6 +111,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     banner.print_earlier(earlier, run, out)
     if earlier.finished:
         return
+    run = earlier.as_it_trains(run)
 
     if run["memory_limit"]:  # after loading data, where libraries mishandle MemoryError
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)

@@ -105,7 +105,8 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder = Path(options.folder)
     run = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
     if run["task"] != "causal_lm":
-        raise mistake("FOLDER", f"{folder} holds a classifier, which generates no text", f"recipes evaluate {folder}")
+        fix = f"recipes evaluate {folder}; or transformers.pipeline('text-classification', '{folder}') for a text"
+        raise mistake("FOLDER", f"{folder} holds a classifier, which generates no text", fix)
     prepare_process(run)
     import torch
     from transformers import TextStreamer
@@ -218,7 +219,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     except OSError as error:
         raise mistake("output", f"{output} cannot be written: {error.strerror}", "choose another --output") from None
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
-    lines = [f"merged   {folder} into {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
+    lines = [f"merged   {folder}, based on {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
     out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)
     return 0
 

@@ -208,7 +208,8 @@ def _described(folder: Path) -> tuple[str, str, str]:
     if target.is_over(state):
         if outcome == "running":  # the run ended before it could write its outcome
             outcome = "ended unexpectedly (killed?)"
-        state = ", ".join(word for word in (state, outcome) if word) or "ended, outcome unknown"
+        before = record.read(folder).get("status", "unknown")  # a start with nothing to train leaves it as it is
+        state = ", ".join(filter(None, (state, outcome))) or f"ended; an earlier start: {before}"
     return where, state, last_line(submission.log)
 
 

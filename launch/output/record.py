@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from launch.host.signals import Preempted
 from launch.host.world import World
 from recipes import __version__, legal
 from recipes.errors import UserError
-from recipes.run import HIDDEN, Json, RunSpec, fingerprints, recorded, shown
+from recipes.run import HIDDEN, Json, RunSpec, Setting, fingerprints, recorded, shown
 from recipes.run.files import default_accelerate_config, expanded, read_json, read_yaml
 
 NAME = recorded.NAME
@@ -140,6 +140,11 @@ class Earlier:
     notes: list[str] = field(default_factory=list)
     kept: Json = field(default_factory=dict)
     identity: Json = field(default_factory=new_run)
+
+    def as_it_trains(self, run: RunSpec) -> RunSpec:
+        """Return the run with the values that its checkpoint keeps, whatever the user wrote now."""
+        kept = self.kept.get("settings", {}).items()
+        return replace(run, given={**run.given, **{name: Setting(one["value"], "checkpoint") for name, one in kept}})
 
 
 # --- Reading and writing --------------------------------------------------------------------------

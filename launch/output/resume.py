@@ -229,7 +229,7 @@ def _from(
         fix = "use --fresh or another --output_dir for the new value"
         notes.append(f"{name} {now} is ignored by a resume, which keeps {then}; {fix}")
     for name, (then, now) in course.items():
-        notes.append(f"{name} changes from {then} to {now}: no longer the same training")
+        notes.append(f"{name} was {then} and is now {now}, so this is no longer the same training")
     recorded = {what: old[what] for what in record.MATERIAL.values() if old.get(what)}
     recorded["settings"] = {name: old["settings"][name] for name in kept}
     recorded["sessions"] = old.get("sessions", [])

@@ -88,7 +88,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
         "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
         "model": f"{name}{from_scratch}, {total:,} parameters{share}",
         "data": data.description,
-        "example": shortened(example),
+        "example": f"{shortened(example)}  (the model learns the text in « »)" if example else "",
         "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
         "batch": batch(run),
         "schedule": schedule(run),
@@ -104,13 +104,14 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
 
 
 def _changed(run: RunSpec) -> Iterable[str]:
-    """Yield the settings that the user wrote for this run, with their sources."""
-    for name, setting in sorted(run.given.items()):
+    """Yield the settings that the user wrote, and those that the model limits, with the source."""
+    for name, setting in sorted({**run.limits, **run.given}.items()):
         if name not in ("recipe", "config", "output_dir"):
             value = shown(name, setting.value)
             if isinstance(value, float) and value.is_integer():
                 value = int(value)  # `--save_steps 2` is read as 2.0
-            yield f"{name} = {value} ({setting.source})"
+            why = f": {setting.reason}" if name in run.limits else ""
+            yield f"{name} = {value} ({setting.source}{why})"
 
 
 def batch(run: RunSpec) -> str:
@@ -173,7 +174,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
             timings = {"timings": f"{run['measure']}: {result}"}
     with only_noted(world):
         out.print()
-        lines = {**dict(_summary(results, run)), **timings, "written to": run["output_dir"]}
+        lines = dict(_summary(results, run, trainer.timing.steps_trained)) | timings | {"written to": run["output_dir"]}
         out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
         if world.is_main:
             trainer.write_card(run)
@@ -189,9 +190,10 @@ def _table(lines: Mapping[str, object]) -> Table:
     return table
 
 
-def _summary(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
+def _summary(results: Json, run: RunSpec, trained: int) -> Iterable[tuple[str, str]]:
     """Yield the lines of the summary at the end of a run. The numbers come from run.json."""
-    yield "steps", f"{results['global_step']:,}, in {duration(results['train_runtime'])}"
+    now = f", {trained:,} of them now" if trained < results["global_step"] else ""
+    yield "steps", f"{results['global_step']:,}{now}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
         yield "loss", f"{results['first_loss']:.3f} at the start, {results['final_loss']:.3f} at the end"
     if run["load_best_model_at_end"]:

@@ -302,7 +302,7 @@ class RecipeTrainer(CommittingTrainer):
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
         damage = gather_object([inspect(best, self.identity).faults if is_main else ()])[0]
         if damage:  # or missing: Trainer would only warn
-            print_note(f"the best model, {best.name}, is damaged and not loaded: {', '.join(damage)}", console(is_main))
+            print_note(f"{best.name} is damaged ({', '.join(damage)}): the best model is not loaded", console(is_main))
             return
         self.make_readable(best)
         super()._load_best_model()

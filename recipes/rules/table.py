@@ -297,7 +297,7 @@ _ERRORS = (
               "As training begins: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch`, or a metric."),
 
     # Checkpoints
-    error_row("output_has_a_folder", "output_dir", lambda run: not run["output_dir"],
+    error_row("output_has_a_folder", "output_dir", lambda run: not run["output_dir"] or files_of(run["output_dir"]),
               "does not name a folder", "--output_dir FOLDER, or leave it out",
               'With an unset shell variable (--output_dir "$OUT"), the first save ends in a `FileNotFoundError`.'),
     error_row("weights_alone_cannot_find_the_best", "save_only_model",

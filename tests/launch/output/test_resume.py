@@ -115,6 +115,7 @@ def test_the_losses_are_those_of_the_uninterrupted_run(whole_run, another_run, s
     assert "checkpoint-4 is damaged (model.safetensors has changed" in said and "checkpoint-2, step 2" in said
     assert losses(resumed) == losses(whole_run[0])
     assert "learning_rate 0.005 is ignored by a resume, which keeps 0.001" in said
+    assert "schedule learning_rate 0.001," in said and "learning_rate = 0.001 (checkpoint)" in said  # as it trains
     assert resumed.record["settings"]["learning_rate"]["value"] == 0.001
     writers = [manifest_of(path)["run"] for path in numbered(stopped)]
     assert [*writers, resumed.record["run"]] == [whole_run[0].record["run"]] * 4
@@ -156,7 +157,7 @@ def test_what_is_told_to_be_saved_is_complete_and_the_runs_own(another_run, stop
 
 @pytest.mark.parametrize("flags", ["--label_smoothing_factor 0.1", "--seed 7", "--train_sampling_strategy sequential"])
 def test_a_changed_course_is_reported(flags, stopped, found):
-    assert f"{flags.split()[0][2:]} changes from" in found(stopped, *SIX_STEPS, *flags.split()).notes
+    assert f"{flags.split()[0][2:]} was " in found(stopped, *SIX_STEPS, *flags.split()).notes
 
 
 def test_the_same_contents_elsewhere_are_the_same_run(stopped, found, tiny_model, texts, tmp_path):

@@ -95,6 +95,7 @@ FIELDS = {
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
     "classes": "names of a classifier's outputs, in the model's order",
     "sessions": "an entry per start that trained: time, first step, seconds, status, processes, versions",
+    "changed": "settings that got another value in a resume: no single command trains the same",
     "settings": "every setting: its value, the source it came from, and the reason",
     "checksum": "checksum of all other fields",
     "versions": "versions of Python and the libraries; null if not installed",
@@ -240,8 +241,8 @@ def several(record: Json) -> str:
     sessions = record.get("sessions") or [{}]
     worlds = dict.fromkeys(str(session.get("world_size")) for session in sessions)
     found = [f"on {' and then '.join(worlds)} processes"] if len(worlds) > 1 else []
-    if any(session.get("versions") != sessions[0].get("versions") for session in sessions):
-        found.append("with several versions of the libraries")
+    found += ["with several versions of the libraries"] * (len({str(one.get("versions")) for one in sessions}) > 1)
+    found += [f"with another {name}" for name in record.get("changed", ())]
     return " and ".join(found)
 
 

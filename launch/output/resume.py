@@ -232,7 +232,7 @@ def _from(
         notes.append(f"{name} was {then} and is now {now}, so this is no longer the same training")
     recorded = {what: old[what] for what in record.MATERIAL.values() if old.get(what)}
     recorded["settings"] = {name: old["settings"][name] for name in kept}
-    recorded["sessions"] = old.get("sessions", [])
+    recorded |= {"sessions": old.get("sessions", []), "changed": sorted({*old.get("changed", ()), *course})}
     return Earlier(checkpoint.path, checkpoint.step, notes=notes, kept=recorded, identity=identity)
 
 

@@ -193,4 +193,8 @@ def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text):
 def test_every_field_of_a_record_is_explained_and_every_explained_one_is_written(tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "12", "--packing")
     by_trainer = {name for name in outcome.record if name.startswith(("train_", "total_flos", "epoch"))}
-    assert set(outcome.record) - by_trainer == set(record.FIELDS) - {"error", "classes"}  # of classifiers
+    assert set(outcome.record) - by_trainer == set(record.FIELDS) - {
+        "error",
+        "classes",
+        "changed",
+    }  # of classifiers, and of a resume

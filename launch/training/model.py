@@ -104,7 +104,9 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
 def described(config: PreTrainedConfig) -> Json:
     """Return the content of a config.json, also under the names that all model types share."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
-    content, text = {**config.to_dict(), **shared}, config.get_text_config()
+    content, text = {**config.to_dict(), **shared}, config
+    with contextlib.suppress(ValueError):  # MusicGen has two parts of text
+        text = config.get_text_config()
     return content if text is config else {**content, "text_config": described(text)}
 
 

@@ -47,15 +47,15 @@ BUDGETS = {
     "recipes/scaling": 1170,
     "launch": 520,
     "launch/commands": 1280,
-    "launch/data": 1900,
+    "launch/data": 1910,
     "launch/doctor": 1290,
     "launch/explain": 410,
     "launch/fit": 260,
     "launch/host": 1120,
-    "launch/jobs": 1350,
-    "launch/output": 1450,
+    "launch/jobs": 1360,
+    "launch/output": 1460,
     "launch/scaling": 900,
-    "launch/training": 2140,
+    "launch/training": 2160,
 }
 
 

@@ -128,12 +128,18 @@ def _functions(value: Any, what: str) -> list[dict]:
 def _objects(value: Any, what: str) -> list[dict]:
     """Return the objects in a value: one object or a list, perhaps written as JSON."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value or "[]")
-    found = value if isinstance(value, list) else [value] if value else []
+        value = _decoded(value or "[]")
+    found = [_decoded(one) for one in (value if isinstance(value, list) else [value] if value else [])]
     if not all(isinstance(one, dict) for one in found):
         raise mistake("dataset_name", f"{what} is not a JSON object: {_short(value)}", "write JSON in every row")
     return found
+
+
+def _decoded(value: Any) -> Any:
+    """Return what JSON text holds, and any other value or text unchanged."""
+    with contextlib.suppress(ValueError, RecursionError, TypeError):
+        return json.loads(value)
+    return value
 
 
 def _without_none(value: Any) -> Any:

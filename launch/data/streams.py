@@ -103,7 +103,9 @@ class Stream(torch.utils.data.IterableDataset):
         of_parts = (self._of_part(number, reader, readers, first, at) for number, at in enumerate(place["parts"]))
         for window, found in enumerate(zip(*of_parts, strict=True), start=first):
             starts, tables = zip(*found, strict=True)
-            examples = self._in_rows(pa.concat_tables(tables))
+            # The parts take turns by their shares, also where rows are joined or taken in order.
+            even = np.concatenate([(np.arange(len(table)) + 0.5) / len(table) for table in tables if len(table)])
+            examples = self._in_rows(pa.concat_tables(tables).take(np.argsort(even, kind="stable")))
             order = np.arange(len(examples))
             if self.shuffles:
                 np.random.default_rng((self.seed, reader, window, *(at["round"] for at in starts))).shuffle(order)

@@ -14,6 +14,7 @@ from recipes.errors import one_line
 _RAN_OUT = re.compile(
     r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|failed to map segment"
+    r"|would exceed allowed memory"  # the allocator backend:cudaMallocAsync
     r"|libgomp: Thread creation failed|can't start new thread"  # no memory for the thread's stack
 )
 

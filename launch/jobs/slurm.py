@@ -169,6 +169,8 @@ class Slurm(Target):
 
     def render(self, job: Job) -> str:
         """Return an sbatch script: one task per node, which calls `accelerate launch`."""
+        if re.search(r"[/%]", self.job_name or ""):  # Slurm would silently write no log
+            raise mistake("job_name", f"{self.job_name} names the log too", "use letters, digits and .,:@+=-")
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
         directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}

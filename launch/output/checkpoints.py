@@ -225,6 +225,8 @@ def inspect(path: Path, run: Json | None = None) -> Checkpoint:
 def _faults(path: Path, names: list[str]) -> list[str]:
     """List the missing, changed or broken files, a line each. A manifest covers every byte."""
     if not (path / MANIFEST).exists():
+        if (path / _TRAINERS_MARKER).exists():
+            return ["its save was not completed"]
         found = [f"{name} is damaged or cannot be read" for name in names if not _is_readable(path / name)]
         if not any(name.startswith(_WEIGHTS) for name in names):
             found.append("its weights are missing")

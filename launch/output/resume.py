@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from launch.host.files import require_writable
 from launch.host.world import World
 from launch.output import other_world, record, submission
 from launch.output.checkpoints import (
+    STATE,
     Checkpoint,
     archive_damaged,
     inspect,
@@ -30,6 +32,7 @@ from launch.terminal import memory_size
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.run import Json, RunSpec, fingerprints
+from recipes.run.files import read_json
 from recipes.scaling.timings import require_room
 
 # --- The folder -----------------------------------------------------------------------------------
@@ -213,10 +216,13 @@ def _from(
 
     The new record keeps what that run began with, because `merge` and `rerun` compare with it.
     """
-    if 0 < run["max_steps"] < checkpoint.step:  # else its model would pass as that of a shorter training
-        what = f"{checkpoint.path.name} has trained {checkpoint.step} steps already, more than {run['max_steps']}"
+    name, done = "max_steps", float(checkpoint.step)
+    if run["max_steps"] <= 0:
+        name, done = "num_train_epochs", round((read_json(checkpoint.path / STATE)[0] or {}).get("epoch") or 0, 2)
+    if done > math.ceil(run[name]):  # else its model would pass as that of a shorter training
+        what = f"{checkpoint.path.name} has trained {done:g} {name.split('_')[-1]} already, more than {run[name]:g}"
         have_it = f"--max_steps {checkpoint.step} to get its model"
-        raise _refused(run, what, f"{have_it}, an older --resume_from_checkpoint, or --fresh", "max_steps")
+        raise _refused(run, what, f"{have_it}, an older --resume_from_checkpoint, or --fresh", name)
     kept, course = _changes(run, old)
     notes = [*notes, *checkpoint.notes]
     # The data is a stream, or from the Hub: no flag sets an older commit. Other data was refused.

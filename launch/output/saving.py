@@ -12,7 +12,6 @@ from launch.output import checkpoints
 from launch.output.checkpoints import remove
 from recipes.mixture import title
 from recipes.run import Json, RunSpec
-from recipes.run.local_model import model_folder
 
 
 class CommittingTrainer(Trainer):
@@ -63,9 +62,8 @@ class CommittingTrainer(Trainer):
     def write_card(self, run: RunSpec) -> None:
         """Describe an adapter in its README.md, if that is still the form that peft leaves."""
         file = Path(run["output_dir"], "README.md")
-        if file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
-            base = None if model_folder(run["model_name_or_path"]) else run["model_name_or_path"]  # no link to a folder
-            self.create_model_card(finetuned_from=base, dataset=title(run["dataset_name"]))
+        if run["use_peft"] and file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
+            self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
             with file.open("a", encoding="utf-8") as card:
                 card.write(f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n")
 
@@ -110,5 +108,8 @@ class CommittingTrainer(Trainer):
 
 
 def _complete(folder: Path, names: list[str], limit: int | None, best: str | None) -> None:
-    checkpoints.commit(folder, names)
+    try:
+        checkpoints.commit(folder, names)
+    except FileNotFoundError:
+        return  # somebody has deleted the checkpoint meanwhile
     checkpoints.rotate(folder, limit, best)

@@ -22,6 +22,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from launch.data.load import Data
 from launch.data.streams import Stream
 from launch.host.files import end_workers_that_cannot_send
+from launch.host.memory import ran_out
 from launch.host.signals import StopRequest
 from launch.host.world import World
 from launch.output.checkpoints import inspect
@@ -39,10 +40,13 @@ from launch.training.callbacks import (
 from launch.training.failure import NotANumber
 from launch.training.model import parameter_count
 from launch.training.objective import MeanOverExamples, Metrics, countable, filler
-from recipes.errors import mistake, one_line
+from recipes.errors import Failure, mistake, one_line
 from recipes.factories import arguments_for
 from recipes.rules.training import pushed_to
 from recipes.run import Json, RunSpec, Settings
+
+# Errors that a checkpoint of another model, or a damaged one, may raise while it is loaded.
+_MISFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class RecipeTrainer(CommittingTrainer):
@@ -89,8 +93,18 @@ class RecipeTrainer(CommittingTrainer):
 
     def train(self, resume_from_checkpoint=None, **kwargs):
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
-        with read_by(self.any_world):
-            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        try:
+            with read_by(self.any_world):
+                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except _MISFIT as error:
+            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error)
+            if resume_from_checkpoint is None or self.timing.steps_trained or other:
+                raise
+            what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
+            fix = (
+                "use another --output_dir, or --fresh; if the checkpoint is damaged, rename it to resume from the last"
+            )
+            raise mistake("output_dir", what, f"{fix} but one") from None
         self.timing.finish()
         return output
 

@@ -109,6 +109,7 @@ CHATS = {
     ),
     "tools as a list": ({"messages": CALLS, "tools": [TOOL]}, WHOLE_CALL, SAID_OF_CALLS),
     "tools as JSON": ({"messages": CALLS, "tools": json.dumps([TOOL])}, WHOLE_CALL, SAID_OF_CALLS),
+    "tools as a list of JSON": ({"messages": CALLS, "tools": [json.dumps(TOOL)]}, WHOLE_CALL, SAID_OF_CALLS),
     "a role of the template": ({"messages": [{"role": "ipython", "content": "x"}, *CHAT]},
         "<|im_start|>ipython\nx<|im_end|>\n" + said("Hello", "Hi!", "Bye", "See you"), SPOKEN),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+import torch
 
 from launch.output import checkpoints, record
 from launch.output.checkpoints import manifest_of, newest_complete, newest_valid, numbered
@@ -274,6 +275,8 @@ def test_a_shorter_training_than_the_checkpoints_is_refused(stopped, found):
     with pytest.raises(UserError, match="checkpoint-6 has trained 6 steps already, more than 2") as caught:
         found(stopped, *other("--max_steps", "2"))
     assert "--max_steps 6" in str(caught.value)
+    with pytest.raises(UserError, match="has trained 3 epochs already, more than 2"):
+        found(stopped, *"--num_train_epochs 2 --learning_rate 1e-3".split())
 
 
 def test_a_model_that_was_not_trained_there_is_not_overwritten(asked, tiny_model, tmp_path):
@@ -421,3 +424,12 @@ def test_too_small_a_disk_is_refused_before_training(asked, tmp_path):
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(UserError, match="this run saves at least about"):
         make_room(asked(tmp_path), 2 * free)
+
+
+def test_an_optimizer_that_does_not_fit_the_model_is_refused(stopped, tiny_model, texts):
+    (at_step(stopped, 4) / "checkpoint-4" / "manifest.json").unlink()
+    file = stopped / "checkpoint-4" / "optimizer.pt"
+    state = torch.load(file)
+    torch.save({**state, "param_groups": state["param_groups"][:1]}, file)
+    outcome = train_here(tiny_model, texts, stopped, *SIX_STEPS)
+    assert outcome.code == 2 and "does not fit this model" in " ".join(outcome.output.split())

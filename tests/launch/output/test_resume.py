@@ -275,6 +275,9 @@ def test_a_shorter_training_than_the_checkpoints_is_refused(stopped, found):
     with pytest.raises(UserError, match="checkpoint-6 has trained 6 steps already, more than 2") as caught:
         found(stopped, *other("--max_steps", "2"))
     assert "--max_steps 6" in str(caught.value)
+    state = json.loads((stopped / "checkpoint-6" / "trainer_state.json").read_text())
+    (stopped / "checkpoint-6" / "trainer_state.json").write_text(json.dumps({**state, "epoch": 3.0}))
+    checkpoints.commit(stopped / "checkpoint-6", checkpoints.listed(stopped / "checkpoint-6"))
     with pytest.raises(UserError, match="has trained 3 epochs already, more than 2"):
         found(stopped, *"--num_train_epochs 2 --learning_rate 1e-3".split())
 

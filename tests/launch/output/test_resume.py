@@ -4,6 +4,7 @@ What is only judged is asked of `look_ahead` and `find_earlier_run`, without a t
 """
 
 import fcntl
+import json
 import os
 import shutil
 from types import SimpleNamespace

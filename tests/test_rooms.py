@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/jobs": 1360,
     "launch/output": 1460,
     "launch/scaling": 900,
-    "launch/training": 2160,
+    "launch/training": 2150,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from recipes.rules.check import new_problems
 from recipes.run import RunSpec, Setting, Settings
 
 SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
+_NUMBERS = (int, float, Decimal)  # a Parquet file from a database holds decimals
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     if wanted and is_list != (wanted == MULTI):
         holds = "lists" if is_list else "one label a row"
         raise mistake("problem_type", f"is {wanted}, and the column {name!r} holds {holds}", "leave problem_type out")
-    if wanted == REGRESSION or (wanted is None and any(isinstance(label, float) for label in labels)):
-        if not all(isinstance(label, int | float) for label in labels):
+    if wanted == REGRESSION or (wanted is None and any(isinstance(label, float | Decimal) for label in labels)):
+        if not all(isinstance(label, _NUMBERS) for label in labels):
             what = f"regression learns numbers, and the column {name!r} holds other values"
             raise mistake("problem_type", what, "leave it out, or use a column of numbers")
         return Target(REGRESSION, [name])
@@ -112,7 +114,7 @@ def _labels(rows: Dataset, name: str, flag: str) -> set:
 
 def _is_usable(label: Any) -> bool:
     each = label if isinstance(label, tuple) else (label,)
-    return all(isinstance(one, str | int) or (isinstance(one, float) and math.isfinite(one)) for one in each)
+    return all(isinstance(one, str) or (isinstance(one, _NUMBERS) and math.isfinite(one)) for one in each)
 
 
 def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
@@ -123,7 +125,7 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
         return dict(enumerate(kind.names))
     if all(isinstance(value, str) for value in values):
         return {value: value for value in sorted(values)}
-    if all(isinstance(value, int | float) and value == int(value) for value in values):
+    if all(isinstance(value, _NUMBERS) and value == int(value) for value in values):
         return {number: str(number) for number in sorted(map(int, values))}
     held = ", ".join(sorted(map(repr, values))[:5])
     what = f"the column {name!r} holds {held}: a class is a text or a whole number"

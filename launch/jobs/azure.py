@@ -33,6 +33,7 @@ from recipes.mixture import parts_of, paths_of
 from recipes.quiet import silence
 from recipes.rules.check import check
 from recipes.rules.data_and_model import file_kind
+from recipes.rules.facts import mapping
 from recipes.run import Json, RunSpec, here, resolve, with_flags
 from recipes.run.files import existing_path, read_yaml, shipped
 from recipes.run.hardware import Hardware
@@ -369,7 +370,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
         what = "accelerate launch starts the processes of a node, and needs pytorch's addresses of the other nodes"
         yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
-    if not name or (content["outputs"][name] or {}).get("mode", "rw_mount") != "rw_mount":
+    if not name or mapping(mapping(content.get("outputs")).get(name)).get("mode", "rw_mount") != "rw_mount":
         what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
         fix = "use --output_dir ${{outputs.run}}, and give that output mode: rw_mount"
         yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
@@ -377,7 +378,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
 
 def training_in(content: Json) -> Training | None:
     """Return the training in a job's command, with its inputs; None if train.py is not started."""
-    inputs, outputs = content.get("inputs") or {}, content.get("outputs") or {}
+    inputs, outputs = mapping(content.get("inputs")), mapping(content.get("outputs"))
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():
         values[f"inputs.{name}"] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
@@ -388,8 +389,11 @@ def training_in(content: Json) -> Training | None:
         script = [word.endswith("launch/train.py") for word in words].index(True)
         before = " ".join(words[:script]).replace("=", " ").split()
         config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
-        nodes = int((content.get("resources") or {}).get("instance_count", 1))
-        return Training(words[script + 1 :], config, nodes, int(inputs.get("processes_per_node", 1)))
+        elastic = not (config or "").endswith("single.yaml")  # as `Job.command` writes them
+        flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]
+        counts = mapping(content.get("resources")).get("instance_count"), inputs.get("processes_per_node")
+        nodes, processes = (int(str(count)) if str(count).isdecimal() else 1 for count in counts)
+        return Training(flags, config, nodes or 1, processes or 1)
     return None
 
 

@@ -101,10 +101,8 @@ class RecipeTrainer(CommittingTrainer):
             if resume_from_checkpoint is None or self.timing.steps_trained or other:
                 raise
             what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
-            fix = (
-                "use another --output_dir, or --fresh; if the checkpoint is damaged, rename it to resume from the last"
-            )
-            raise mistake("output_dir", what, f"{fix} but one") from None
+            fix = "use another --output_dir, or --fresh; or rename a damaged checkpoint, to resume from an older one"
+            raise mistake("output_dir", what, fix) from None
         self.timing.finish()
         return output
 

@@ -10,15 +10,7 @@ from typing import Any, Literal
 
 from recipes.catalog import Recipe
 from recipes.run import hardware
-from recipes.run.engine import (
-    Engine,
-    exported_sizes,
-    from_deepspeed,
-    from_environment,
-    from_yaml,
-    sizes_of,
-    with_fsdp,
-)
+from recipes.run.engine import Engine, exported_sizes, from_deepspeed, from_environment, from_yaml, sizes_of, with_fsdp
 from recipes.run.files import find_yaml, shipped
 from recipes.run.hardware import Hardware
 

@@ -1,9 +1,12 @@
 """The targets of a classifier, recognised by the label column: one class, several or numbers."""
 
 import math
+from decimal import Decimal
 
+import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
+from pyarrow import parquet
 
 from launch.data.labels import MULTI, REGRESSION, SINGLE, recognised
 from launch.data.load import load_data, shown_examples
@@ -138,3 +141,10 @@ def test_settings_are_judged_again_once_the_labels_are_known(tmp_path):
         recognised(wrong, REGRESSION)
     _, advice = recognised(labelled(tmp_path, [0.5], label_smoothing_factor=0.1), REGRESSION)
     assert [found.subject for found in advice] == ["label_smoothing_factor"]
+
+
+def test_decimals_of_a_database_are_numbers(tmp_path, tokenizer):
+    rows = pa.table({"text": ["one", "two"], "label": pa.array([Decimal("0.5"), Decimal("2.0")])})
+    parquet.write_table(rows, tmp_path / "rows.parquet")
+    run = run_with(dataset_name=str(tmp_path / "rows.parquet"), task="sequence_classification")
+    assert batch_of(load_data(run, tokenizer)) == [0.5, 2.0]

@@ -14,7 +14,7 @@ import yaml
 
 from launch.cli import main
 from launch.jobs import azure as azure_job
-from launch.jobs.azure import CODE, INSTALL, Azure
+from launch.jobs.azure import CODE, INSTALL, Azure, training_in
 from recipes.catalog import RECIPES
 from tests.support.azure_jobs import run_on_nodes, sent, written
 from tests.support.hostile import HOSTILE
@@ -170,3 +170,9 @@ def test_an_error_in_a_job_is_one_line(text, what, tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(text.replace("code: ..\n", f"code: {ROOT}\n"))
     assert main(["check", "--azureml", str(tmp_path / "mine.yaml")]) == 2
     assert what in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("resources", [[1], {"instance_count": None}, {"instance_count": {"a": 1}}, "two"])
+def test_a_malformed_section_counts_as_one_node_where_no_sdk_refuses_it(resources):
+    content = {**yaml.safe_load((ROOT / "azureml" / "fast.yaml").read_text()), "resources": resources}
+    assert training_in(content).nodes == 1

@@ -173,8 +173,9 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():
-        newest = next(map(str, numbered(folder)), "give the folder of a run with --use_peft, or of its checkpoint")
-        raise mistake("FOLDER", f"{folder} holds no adapter", newest)
+        holding = (str(path) for path in numbered(folder) if (path / "adapter_config.json").is_file())
+        fix = next(holding, "give the folder of a run with --use_peft; other runs need no merge")
+        raise mistake("FOLDER", f"{folder} holds no adapter", fix)
     if output.exists():
         raise mistake("output", f"{output} exists already", "give --output a new folder")
     record = recorded.read(_record_of(folder), "FOLDER")

@@ -130,9 +130,11 @@ def test_weights_that_have_no_place(adapter, tiny_model, tmp_path, capsys):
     assert not (tmp_path / "merged").exists()
 
 
-def test_what_cannot_be_merged_is_one_line(adapter, tiny_model, texts, capsys):
+def test_what_cannot_be_merged_is_one_line(adapter, tiny_model, texts, tmp_path, capsys):
     assert "exists already" in merge(capsys, adapter, "--output", tiny_model)[1]
     assert f"{tiny_model} holds no adapter" in merge(capsys, tiny_model)[1]
+    (tmp_path / "checkpoint-2").mkdir()  # of a whole model
+    assert "other runs need no merge" in " ".join(merge(capsys, tmp_path)[1].split())
     output = texts / "merged"
     assert f"error output: {output} cannot be written: " in merge(capsys, adapter, "--output", output)[1]
 

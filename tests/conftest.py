@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-if not any("gpu" in word for word in sys.argv):  # the tests describe a CPU; `pytest tests/gpu` is for the rest
+# The tests describe a CPU, and `pytest tests/gpu` the rest. The workers of xdist inherit the answer.
+on_gpu = os.environ.setdefault("TESTS_ON", "GPU" if any("gpu" in word for word in sys.argv) else "CPU") == "GPU"
+if not on_gpu:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # DeepSpeed's compiled parts belong to one environment: two would overwrite each other's.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-if worker and hasattr(os, "sched_setaffinity"):  # a core each: threads of tiny models only wait for each other
+if worker and not on_gpu and hasattr(os, "sched_setaffinity"):  # a core each: threads of tiny models only wait for each other
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 

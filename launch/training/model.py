@@ -90,6 +90,9 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     known = replace(run, model=content)
     known = known.limited("max_length", max_positions(content), "the longest sequence of this model")
     cls = auto_class(run)._model_mapping.get(type(config), None)  # None: its code comes with the weights
+    if run["attn_implementation"] == "flex_attention" and not run.explicit("attn_implementation"):
+        if refusal := _refuses_flex(cls, content):
+            known = known.overruled("attn_implementation", None, f"the model's default: {refusal}")
     found = [*new_problems(known, run), *(refused_by_class(known, cls) if cls else ())]
     if run["gradient_checkpointing"] and cls and not cls.supports_gradient_checkpointing:
         what, fix = f"{cls.__name__} has no gradient checkpointing", "--gradient_checkpointing false"
@@ -99,6 +102,21 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
         raise UserError(*errors)
     known, advice = with_separate_examples(known, config)
     return known, [*found, *advice]
+
+
+def _refuses_flex(cls: type | None, config: Json) -> str:
+    """Return why a recipe should not choose flex attention for a model; empty if it may.
+
+    transformers raises `ValueError` for a dropout in attention. In torch, heads need 16 dimensions,
+    and the kernel of the backward pass outgrows the shared memory of many GPUs above 128.
+    """
+    text = config.get("text_config", config)
+    width = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+    if cls is None or not getattr(cls, "_supports_flex_attn", False):
+        return "the model has no flex attention"
+    if any(value for name, value in text.items() if name in ("attention_dropout", "attn_pdrop")):
+        return "flex attention has no dropout"
+    return "" if 16 <= width <= 128 else f"heads of {width} dimensions"
 
 
 def described(config: PreTrainedConfig) -> Json:

@@ -71,6 +71,9 @@ class RecipeTrainer(CommittingTrainer):
     _places: Places | None = None  # for a stream only
 
     def __init__(self, *args, run: Settings | None = None, any_world: AnyWorld | None = None, **kwargs) -> None:
+        settings = kwargs["args"]
+        if settings.use_liger_kernel and settings.torch_compile:
+            _keep_loss_out_of_compiled_code()
         super().__init__(*args, **kwargs)
         self.any_world = any_world
         self.timing = StepTiming(self.args.device.type == "cuda", parts=run is not None and bool(run["measure"]))
@@ -324,6 +327,16 @@ class RecipeTrainer(CommittingTrainer):
     def model_step(self) -> int:
         """The step of the weights: the best step if its model was loaded, else the last step."""
         return self.state.global_step if self.loaded_step is None else self.loaded_step
+
+
+def _keep_loss_out_of_compiled_code() -> None:
+    """Have torch.compile call Liger's loss as it is. torch 2.11 cannot trace the loss of liger-kernel
+    0.8.5: `unsupported operand type(s) for *: 'torch.dtype' and 'FakeTensor'`.
+    """
+    from liger_kernel.transformers import functional
+
+    name = "liger_fused_linear_cross_entropy"
+    setattr(functional, name, torch.compiler.disable(getattr(functional, name)))
 
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:

@@ -152,7 +152,11 @@ class RunSpec(Mapping):
         """Lower a value to `limit`, unless the user wrote the value or it is lower already."""
         if limit is None or self.explicit(name) or self[name] <= limit:
             return self
-        return replace(self, limits={**self.limits, name: Setting(limit, "limit", reason)})
+        return self.overruled(name, limit, reason)
+
+    def overruled(self, name: str, value: Any, reason: str) -> RunSpec:
+        """The run with a value that the model or the data decide in place of the recipe."""
+        return replace(self, limits={**self.limits, name: Setting(value, "limit", reason)})
 
     def given_too(self, **settings: Any) -> RunSpec:
         """The run as if the user had also written these settings; dependent values change too."""

@@ -37,6 +37,12 @@ VALUES = [
     ("fast", CPU, {}, dict(torch_compile=False)),
     ("fast", H100, {}, dict(torch_compile=True)),
     ("fast", H100, dict(packing=False), dict(torch_compile=False)),
+    # flex attention for compiled packs on one GPU: DDP compiles the model in parts, and cannot cut it
+    ("fast", H100, {}, dict(attn_implementation="flex_attention")),
+    ("fast", H100, dict(packing=False), dict(attn_implementation=None)),
+    ("fast", EIGHT_H100, dict(world=2), dict(attn_implementation=None)),
+    # Liger's loss alone beside torch.compile, which fuses the rest
+    ("fast", EIGHT_H100, dict(torch_compile=False), dict(liger_kernel_config=None)),
     # Liger where it is installed, but not with smoothed labels: an evaluation would fail
     ("fast", H100, {}, dict(use_liger_kernel=False)),
     ("fast", EIGHT_H100, {}, dict(use_liger_kernel=True)),

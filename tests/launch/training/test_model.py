@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -23,7 +24,9 @@ from launch.data.demo import demo_tokenizer
 from launch.training.model import load_tokenizer, require_batches_for_batch_norm, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
+from recipes.run import here, resolve
 from tests.support.models import CLASSES, LANGUAGE, SMALL, load, loss_of, problem, run_with, save, trainable
+from tests.support.runs import H100, machine
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -80,6 +83,24 @@ def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, 
     require_legal(run)
     with pytest.raises(UserError, match=message):
         with_model(run, load_tokenizer(run))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "chosen"),
+    [
+        ("llama", {}, "flex_attention"),
+        ("llama", {"attention_dropout": 0.1}, None),  # transformers: flex attention does not support dropout
+        ("llama", {"head_dim": 256}, None),
+        ("gpt2", {}, None),
+    ],
+)
+def test_fast_has_flex_attention_where_the_model_can_train_with_it(kind, changed, chosen, tmp_path):
+    AutoConfig.for_model(kind, **{**SMALL, "max_position_embeddings": 64, **changed}).save_pretrained(tmp_path)
+    demo_tokenizer().save_pretrained(tmp_path)
+    named = {"recipe": "fast", "model_name_or_path": str(tmp_path), "dataset_name": "somebody/texts"}
+    run = resolve([], here(1, hardware=machine(H100), environment={}), settings=named)
+    assert run["attn_implementation"] == "flex_attention"
+    assert with_model(run, load_tokenizer(run))[0]["attn_implementation"] == chosen
 
 
 # --- What cannot be loaded -----------------------------------------------------------------------

@@ -220,8 +220,10 @@ def slowest_rank(seconds: list[float], flops: float, dtype: str, backend: str, l
     times = seconds[slowest] / sorted(seconds)[(len(seconds) - 1) // 2]
     reached = flops / seconds[slowest]
     known = numbers(slowest=(reached, "FLOP/s"), of_median=(times, "times"))
-    text = f"{reached / 1e9:,.0f} GFLOP/s in {dtype} on the slowest of {len(seconds)} ranks"
-    text += f", {times:.2f} times the median time"
+    text = f"{reached / 1e12:,.0f} TFLOP/s" if reached > 1e13 else f"{reached / 1e9:,.0f} GFLOP/s"
+    text += f" in {dtype}"
+    if len(seconds) > 1:
+        text += f" on the slowest of {len(seconds)} ranks, {times:.2f} times the median time"
     if times > _SLOW[backend]:
         node, local_rank = divmod(slowest, local_size)
         look = {"nccl": "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`", "gloo": "`top`"}[backend]

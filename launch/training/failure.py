@@ -159,7 +159,8 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
         shortage, peak = memory.shortage(error), memory.peak(run.hardware.cuda)  # before anything is freed
         traceback.clear_frames(error.__traceback__)
         when = f"after step {stop.step}" if stop.step else "before the first step was complete"
-        message = f"out of memory {when}: {shortage}"
+        limit = f", within --memory_limit {run['memory_limit']:g}" if run["memory_limit"] else ""
+        message = f"out of memory {when}{limit}: {shortage}"
         if _is_first(run):
             newest, _ = newest_valid(run["output_dir"])
             checkpoint, attempt = str(newest.path) if newest else None, next_attempt(run, argv)

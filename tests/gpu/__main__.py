@@ -23,8 +23,10 @@ import re
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from recipes.run import hardware
 from tests.gpu.cases import OK, OUT_OF_MEMORY, Case, all_cases, gpu_count, measured
 
 NOT_RUN = "not run: budget"
+AT_ONCE = 6
 
 
 class Results:
@@ -44,9 +47,10 @@ class Results:
     Each is written again with every row, so that nothing is lost when a lease ends.
     """
 
-    def __init__(self, folder: Path, cases: Sequence[Case], rehearse: bool) -> None:
-        found = "CPU rehearsal" if rehearse else str(hardware.read())
+    def __init__(self, folder: Path, cases: Sequence[Case], rehearse: bool, card: str = "") -> None:
+        found = "CPU rehearsal" if rehearse else card or str(hardware.read())
         self.cases, self.file = cases, folder / f"{re.sub(r'[^A-Za-z0-9.]+', '-', found)}.json"
+        self.lock = threading.Lock()
         before = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.rows: dict[str, dict[str, Any]] = before.get("rows", {})
         self.machine = {"hardware": found, "cpu": cpu(), "driver": driver()[0], "versions": versions(), "code": code()}
@@ -54,9 +58,10 @@ class Results:
         self.machine["time"] = datetime.now(UTC).isoformat(timespec="seconds")
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        self.rows[name] = row
-        write_whole(self.file, json.dumps({**self.machine, "rows": self.rows}, indent=1).encode())
-        self.file.with_suffix(".md").write_text(self.tables())
+        with self.lock:
+            self.rows[name] = {**self.rows.get(name, {}), **row}
+            write_whole(self.file, json.dumps({**self.machine, "rows": self.rows}, indent=1).encode())
+            self.file.with_suffix(".md").write_text(self.tables())
 
     def tables(self) -> str:
         """Markdown: the machine and the command, then a table for each group of cases."""
@@ -78,17 +83,45 @@ def _cells(name: str, row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     return [name, *shown, row.get("status", NOT_RUN).replace("|", "/"), f"{row.get('seconds', 0):.0f}"]
 
 
-def run_cases(results: Results, rehearse: bool, end: float) -> None:
-    """Run the cases without figures until `end` on the monotonic clock."""
+def run_cases(results: Results, chosen: Sequence[Case], rehearse: bool, end: float) -> None:
+    """Run the cases without figures until `end` on the monotonic clock: memory several at once, as
+    far as the GPU holds them, the others one after the other.
+    """
+    gpus, room = hardware.read().gpus, threading.Condition()
+    free = 0.9 * gpus[0].memory_bytes / 2**30 if gpus else 0.0
+
+    def run(case: Case) -> None:
+        left = end - time.monotonic()
+        if results.rows.get(case.name, {}).get("status") in (OK, OUT_OF_MEMORY) or case.seconds > left:
+            return
+        deadline = 900 if rehearse else 60 + 3 * case.seconds  # other processes may use the same cores
+        row = measured(case.name, Path(work), rehearse, min(left, deadline))
+        results.add(case.name, row)
+        print(f"{case.name}: {row['status']}, {row['seconds']:.0f} s", flush=True)
+
+    def beside_others(case: Case) -> None:
+        nonlocal free
+        size = min(free, results.rows.get(case.name, {}).get("planned", {}).get("planned process GiB", 40))
+        with room:
+            room.wait_for(lambda: free >= size)
+            free -= size
+        run(case)
+        with room:
+            free += size
+            room.notify_all()
+
     with tempfile.TemporaryDirectory() as work:
-        for number, case in enumerate(results.cases, 1):
-            left = end - time.monotonic()
-            if results.rows.get(case.name, {}).get("status") in (OK, OUT_OF_MEMORY) or case.seconds > left:
-                continue
-            deadline = 900 if rehearse else 60 + 3 * case.seconds  # other processes may use the same cores
-            row = measured(case.name, Path(work), rehearse, min(left, deadline))
-            results.add(case.name, row)
-            print(f"{number}/{len(results.cases)}  {case.name}: {row['status']}, {row['seconds']:.0f} s", flush=True)
+        work = os.environ.get("GPU_WORK", work)
+        with ThreadPoolExecutor(1 if rehearse else AT_ONCE) as pool:
+            list(pool.map(beside_others, [case for case in chosen if case.plan]))
+        for case in chosen:
+            run(case)
+
+
+def plan(results: Results, chosen: Sequence[Case], card: str) -> None:
+    for case in chosen:
+        if case.plan and "planned" not in results.rows.get(case.name, {}):
+            results.add(case.name, {"planned": case.plan(card)})
 
 
 def main() -> int:
@@ -98,23 +131,30 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help=help_text)
     where = "[tests/gpu/results; of a rehearsal outputs/gpu]"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=where)
+    parser.add_argument("--only", default="", metavar="REGEX", help="the cases whose names this finds [all]")
+    parser.add_argument("--plan", metavar="GPU", help="plan the memory of the cases, on any machine, and measure nothing")
     parser.add_argument("--rehearse", action="store_true", help="every case with a tiny model, on a CPU")
     options, began = parser.parse_args(), time.monotonic()
+    os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # which leaves CUDA to the forked processes
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if options.rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif not hardware.read().cuda:
+    elif not hardware.read().cuda and not options.plan:
         print("there is no GPU here; --rehearse runs every case with a tiny model on a CPU", file=sys.stderr)
         return 2
     folder = options.output or Path("outputs/gpu" if options.rehearse else "tests/gpu/results")
-    results = Results(folder.resolve(), all_cases(options.rehearse, gpu_count()), options.rehearse)
+    results = Results(folder.resolve(), all_cases(options.rehearse, gpu_count()), options.rehearse, options.plan)
+    chosen = [case for case in results.cases if re.search(options.only, case.name)]
     try:
-        run_cases(results, options.rehearse, began + options.budget)
+        if options.plan:
+            plan(results, chosen, options.plan)
+        else:
+            run_cases(results, chosen, options.rehearse, began + options.budget)
     except KeyboardInterrupt:
         return 130
     finally:
         print(f"\n{results.tables()}\n{results.file}")
-    return int(any(row["status"].startswith("failed") for row in results.rows.values()))
+    return int(any(row.get("status", "").startswith("failed") for row in results.rows.values()))
 
 
 if __name__ == "__main__":

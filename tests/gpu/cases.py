@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
+import multiprocessing
+import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -28,13 +30,13 @@ import psutil
 from launch.host import processes
 from launch.host.memory import ran_out
 from tests.gpu import memory
-from tests.support.running import ROOT, run
+from tests.support.running import ROOT, read_record
 from tests.support.wide import texts_of
 
 Figures = dict[str, Any]
 OK, OUT_OF_MEMORY = "ok", "out of memory"
 GIB = 2**30
-LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY, RATE = 2048, 16, 20, 32_000, 1e-4
+LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY, RATE = 2048, 16, 10, 32_000, 1e-4
 COMMAND = [sys.executable, "-m", "launch"]
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -52,6 +54,8 @@ RECIPES = {
 }
 VARIANTS = {
     "fast, no compile": "--recipe fast --torch_compile false",
+    "fast, no Liger": "--recipe fast --use_liger_kernel false",
+    "fast, flex attention": "--recipe fast --attn_implementation flex_attention",
     "fast, micro 16": "--recipe fast --per_device_train_batch_size 16",
     "fast, checkpointing": "--recipe fast --gradient_checkpointing",
 }
@@ -70,6 +74,7 @@ class Case:
     name: str
     seconds: int
     measure: Callable[[Path], Figures]
+    plan: Callable[[str], Figures] | None = None  # of memory, for a GPU by its name
 
 
 def all_cases(rehearse: bool, gpus: int = 1) -> list[Case]:
@@ -77,17 +82,18 @@ def all_cases(rehearse: bool, gpus: int = 1) -> list[Case]:
     rehearsal, with tiny models.
     """
 
-    def speed(size: str, name: str, measure: Callable[..., Figures], *how: Any, seconds: int = 120) -> Case:
+    def speed(size: str, name: str, measure: Callable[..., Figures], *how: Any, seconds: int = 45) -> Case:
         return Case("speed", f"{size} {name}", seconds, partial(measure, size, *how, rehearse))
 
-    sizes, small, large = (["tiny"], "tiny", "tiny") if rehearse else (["0.5B", "1.2B"], "0.5B", "7B")
+    sizes, large = (["tiny"], "tiny") if rehearse else (["0.5B", "1.2B"], "7B")
     cases = [Case("doctor", "doctor", 60, doctor)]
     for size in sizes:
-        cases += [speed(size, "loop", loop, False, seconds=40), speed(size, "loop, compiled", loop, True)]
+        cases += [speed(size, "loop", loop, False, seconds=25), speed(size, "loop, compiled", loop, True)]
         cases += [speed(size, name, recipe, flags) for name, flags in RECIPES.items()]
-    cases.append(speed(large, "LoRA", recipe, LORA, seconds=240))
-    cases += [Case("memory", str(one), 50, partial(memory.measure, one)) for one in memory.cases(rehearse)]
-    cases += [speed(small, name, recipe, flags) for name, flags in VARIANTS.items()]
+    cases.append(speed(large, "LoRA", recipe, LORA, seconds=100))
+    for one in memory.cases(rehearse):
+        cases.append(Case("memory", str(one), 25, partial(memory.measure, one), partial(memory.predicted, one)))
+    cases += [speed(size, name, recipe, flags) for size in sizes[::-1] for name, flags in VARIANTS.items()]
     shared = SHARED if gpus > 1 else ()
     return cases + [
         speed("0.5B", f"{name}, {gpus} GPUs", recipe, f"--recipe {name} --num_processes {gpus}") for name in shared
@@ -100,35 +106,49 @@ def all_cases(rehearse: bool, gpus: int = 1) -> list[Case]:
 def measured(name: str, work: Path, rehearse: bool, deadline: float) -> dict[str, Any]:
     """The row of a case: its status and figures, and the end of its log if it failed.
 
-    At the deadline it is killed with all that it started: what is left on a GPU changes the figures
-    of the next case.
+    The process is forked from one that has imported everything. At the deadline it is killed with
+    all that it started: what is left on a GPU changes the figures of the next case.
     """
-    asked = {"name": name, "work": str(work), "rehearse": rehearse}
     began = time.monotonic()
-    with processes.ask("tests.gpu.cases", [asked]) as (child,):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(deadline)
-        over = child.process.poll() is None
-        row = child.answer or {"status": f"failed: {'over its deadline' if over else child.end()}"}
-        if row["status"].startswith("failed"):
-            row["log"] = child.end(lines=60)
-        for process in psutil.Process(child.process.pid).children(recursive=True) if over else ():
+    context = multiprocessing.get_context(os.environ.get("GPU_START", "forkserver"))
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["tests.support.preloaded"])
+    with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
+        process = context.Process(target=_measure, args=(name, rehearse, work, Path(folder)))
+        process.start()
+        process.join(deadline)
+        over = process.exitcode is None
+        left = psutil.Process(process.pid).children(recursive=True) if over else []
+        process.kill()
+        process.join()
+        for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                one.kill()
+        answer, log = Path(folder, "answer.json"), Path(folder, "log")
+        end = "over its deadline" if over else processes.how_it_ended(process.exitcode or 0)
+        row = json.loads(answer.read_text()) if answer.exists() else {"status": f"failed: {end}"}
+        if row["status"].startswith("failed"):
+            row["log"] = "\n".join(processes.last_lines(log, 60)) if log.exists() else ""
     return {**row, "seconds": round(time.monotonic() - began, 1)}
 
 
-def main(folder: str) -> None:
-    """Measure in this process, which was asked for one case."""
-    asked = processes.request(folder)
-    (case,) = (case for case in all_cases(asked["rehearse"], gpu_count()) if case.name == asked["name"])
+def _measure(name: str, rehearse: bool, work: Path, folder: Path) -> None:
+    """Measure one case in this process, which was forked for it."""
+    with (folder / "log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    multiprocessing.set_start_method(None, force=True)  # for data loaders: not this process's own method
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # each case compiles for itself
     try:
-        row = {"status": OK, "figures": case.measure(Path(asked["work"]))}
+        (case,) = (case for case in all_cases(rehearse, gpu_count()) if case.name == name)
+        row = {"status": OK, "figures": case.measure(work)}
     except Exception as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [type(error).__name__]
         row = {"status": OUT_OF_MEMORY if ran_out(error) else f"failed: {lines[-1][:160]}"}
-    processes.answer(folder, row)
+    sys.stdout.flush()
+    (folder / "part").write_text(json.dumps(row))
+    (folder / "part").replace(folder / "answer.json")
 
 
 def gpu_count() -> int:
@@ -149,8 +169,9 @@ def doctor(work: Path) -> Figures:
 
 
 def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
-    """The hand-written loop: plain PyTorch in bf16 autocast."""
+    """The hand-written loop: plain PyTorch in bf16 autocast, on the same weights and rows."""
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from launch.training.timing import peak_memory
     from recipes.scaling.timings import WARM_UP_STEPS
@@ -159,11 +180,13 @@ def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     steps, length = _shape(rehearse)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model_of(size, device=device)
-    rows = torch.randint(0, VOCABULARY, (GLOBAL_BATCH * steps, length), generator=torch.Generator().manual_seed(0))
+    folder, data = _prepared(size, length, steps, work)
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    rows = torch.tensor(AutoTokenizer.from_pretrained(folder)(texts)["input_ids"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = {"micro": 8, "accumulation": GLOBAL_BATCH // 8, "learning_rate": RATE, "bf16": True, "device": device}
     trained = loop_steps(torch.compile(model) if compiled else model, rows, steps=steps, **batch)
-    seconds = [seconds for _, seconds in trained]
+    losses, seconds = zip(*trained, strict=True)
     step_time = statistics.mean(seconds[WARM_UP_STEPS:])
     tokens = GLOBAL_BATCH * length / step_time
     return {
@@ -171,46 +194,51 @@ def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
         "MFU": _mfu(tokens, model, length),
         "step ms": step_time * 1000,
         "peak GiB": peak_memory()["peak_memory_bytes"] / GIB,
-        "start s": sum(seconds) - len(seconds) * step_time,
+        "start s": sum(seconds) - steps * step_time,
+        "mean loss": round(statistics.mean(losses), 4),
     }
 
 
 def recipe(size: str, flags: str, rehearse: bool, work: Path) -> Figures:
-    """A training by `recipes train`: speed, memory, and the parts of a step from --measure's row.
+    """A training by train.py in this process: its speed and its memory.
 
     `start s` is what the first steps took longer than the others, compilation among it.
     """
-    from launch.data.demo import demo_tokenizer
-    from recipes.scaling.timings import PARTS
+    from launch.train import main
 
     steps, length = _shape(rehearse)
-    model, output = work / size, work / "out"
+    folder, data = _prepared(size, length, steps, work)
+    output = Path(tempfile.mkdtemp(dir=work))
+    own = {"model_name_or_path": folder, "dataset_name": data, "max_length": length, "max_steps": steps}
+    own |= {"learning_rate": RATE, "global_batch_size": GLOBAL_BATCH, "save_strategy": "no"}
+    own |= {"train_sampling_strategy": "sequential", "output_dir": output}
+    argv = [*flags.split(), *(word for name, value in own.items() for word in (f"--{name}", str(value)))]
+    code = main(argv) if "--num_processes" not in flags else subprocess.call([*COMMAND, "train", *argv], cwd=ROOT)
+    sys.stdout.flush()
+    record = read_record(output)
+    shutil.rmtree(output)
+    if record.get("status") != "finished":
+        raise RuntimeError(record.get("error") or f"exit code {code}")
+    of_one = record["tokens_per_second"] / record["world_size"]
+    return {
+        "tokens/s": record["tokens_per_second"],
+        "MFU": None if "--use_peft" in flags else _mfu(of_one, model_of(size, device="meta"), length),
+        "step ms": 1000 * record["step_time"],
+        "peak GiB": record["peak_memory_bytes"] / GIB,
+        "start s": record["train_runtime"] - steps * record["step_time"],
+        "mean loss": round(record["train_loss"], 4),
+    }
+
+
+def _prepared(size: str, length: int, steps: int, work: Path) -> tuple[Path, Path]:
+    """A model's folder, and a file of texts: one text fills one row."""
+    from launch.data.demo import demo_tokenizer
+
+    model, data = work / size, work / f"{length}.jsonl"
     if not (model / "tokenizer.json").exists():  # written last
         model_of(size, "bfloat16").save_pretrained(model)
         demo_tokenizer().save_pretrained(model)
-    shutil.rmtree(output, ignore_errors=True)  # so that nothing is resumed
-    output.mkdir()
-    data = texts_of(work / f"{size}.jsonl", [length] * GLOBAL_BATCH * steps)
-    own = {"model_name_or_path": model, "dataset_name": data, "max_length": length, "max_steps": steps}
-    own |= {"learning_rate": RATE, "global_batch_size": GLOBAL_BATCH, "save_strategy": "no"}
-    own |= {"measure": output / "timings.jsonl", "output_dir": output}
-    own |= {} if "--num_processes" in flags else {"num_processes": 1}
-    words = [word for name, value in own.items() for word in (f"--{name}", str(value))]
-    outcome = run([*COMMAND, "train", *flags.split(), *words], output, cwd=ROOT)
-    print(outcome.output, flush=True)
-    if outcome.record.get("status") != "finished":
-        errors = re.findall(r"^(?:\[rank\d+\]: *)?((?:[\w.]*Error: |error  ).*)$", outcome.output, flags=re.M)
-        raise RuntimeError(f"exit code {outcome.code}: {(errors or ['see the log'])[0]}")
-    row, tokens = json.loads((output / "timings.jsonl").read_text()), outcome.record["tokens_per_second"]
-    of_one = tokens / row["num_processes"]
-    return {
-        "tokens/s": tokens,
-        "MFU": None if "--use_peft" in flags else _mfu(of_one, model_of(size, device="meta"), length),
-        "step ms": 1000 * row["step_time"],
-        "peak GiB": row["peak_memory"] / GIB,
-        "start s": outcome.record["train_runtime"] - steps * row["step_time"],
-        "parts of a step, ms": ", ".join(f"{name} {1000 * row[name]:.1f}" for name in PARTS if row.get(name)),
-    }
+    return model, data if data.exists() else texts_of(data, [length] * GLOBAL_BATCH * steps)
 
 
 def _shape(rehearse: bool) -> tuple[int, int]:
@@ -220,14 +248,14 @@ def _shape(rehearse: bool) -> tuple[int, int]:
     return (WARM_UP_STEPS + 3, 64) if rehearse else (WARM_UP_STEPS + STEPS, LENGTH)
 
 
-def model_of(size: str, dtype: str = "float32", device: str = "cpu"):
+def model_of(size: str, dtype: str = "float32", device: str | None = None):
     """A Llama with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, use_cache=False, **SIZES[size])
-    with torch.device(device):
+    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
         return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
 
 

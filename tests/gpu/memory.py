@@ -89,15 +89,22 @@ CASES = [
     Case("llama", "3B", "fast", 1, 2048),
     Case("llama", "3B", "fast", 2, 4096, accumulation=2, flags=CHECKPOINTED),
     Case("llama", "3B", "fast", 2, 2048, flags=EIGHT_BIT),
+    Case("llama", "1.2B", "fast", 4, 2048, flags={"torch_compile": True}),
+    Case("llama", "1.2B", "fast", 4, 2048, flags={"use_liger_kernel": False}),
+    Case("llama", "1.2B", "sharded", 4, 2048),
+    Case("qwen2", "0.5B", "fast", 4, 2048, flags={"attn_implementation": "flex_attention"}),
 ]
+FRAGMENTED = {"expandable_segments": False}
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """All of them; for a rehearsal on a CPU at a tiny size."""
-    return [replace(case, size="tiny", length=64) for case in CASES] if rehearse else CASES
+    """All of them, and again without expandable segments; for a rehearsal on a CPU at a tiny size."""
+    if rehearse:
+        return [replace(case, size="tiny", length=64) for case in CASES[:20]]
+    return [*CASES, *(replace(case, flags={**case.flags, **FRAGMENTED}) for case in CASES)]
 
 
-def config_of(case: Case):
+def config_of(case: Case, card: str | None = None):
     import torch
     from transformers import AutoConfig
 
@@ -105,7 +112,7 @@ def config_of(case: Case):
     own = {**FAMILIES[case.family], "use_cache": False}
     if case.size == "tiny":
         own |= {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}
-    if not torch.cuda.is_available():  # attention with dropout is not fused there, and keeps all its weights
+    if not card and not torch.cuda.is_available():  # attention with dropout is not fused there, and keeps all its weights
         dropout = {"gpt2": "attn_pdrop", "bert": "attention_probs_dropout_prob"}
         own[dropout.get(case.family, "attention_dropout")] = 0.0
     if case.family == "gpt2":
@@ -115,54 +122,54 @@ def config_of(case: Case):
     return AutoConfig.for_model(case.family, max_position_embeddings=case.length, **own)
 
 
-def flags_of(case: Case) -> dict[str, Any]:
+def flags_of(case: Case, card: str | None = None) -> dict[str, Any]:
     """The flags of train.py for a case on this machine, but for the global batch."""
     import torch
 
     flags = {"per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.accumulation}
     flags |= {"task": case.task, "max_length": case.length}
-    flags |= {} if torch.cuda.is_available() else {"bf16": False}
+    flags |= {} if card or torch.cuda.is_available() else {"bf16": False}
     flags |= {"torch_compile": False} if case.recipe == "fast" else {}
     return {**flags, **case.flags}
 
 
 def measure(case: Case, work: Path) -> Figures:
-    """Plan and peak of a case in this process, which can measure only one."""
-    return compared(*predicted(case), measured(case))
+    """What a case takes in this process, which can measure only one."""
+    return {f"{name} GiB": size / GIB for name, size in measured(case).items()}
 
 
-def predicted(case: Case) -> tuple[int, int]:
-    """Bytes that the plan for the same model, batch and GPU expects: all, and those that torch
-    allocates. On a CPU cuBLAS's two workspaces are not among them.
+def predicted(case: Case, card: str | None = None) -> Figures:
+    """What the plan expects for the same model, batch and GPU: all of it, what torch allocates, and
+    the CUDA context. Without a GPU, that is on a CPU, cuBLAS has no workspaces.
     """
     from recipes import plan_memory
-    from recipes.errors import UserError
     from recipes.planner.allocator import workspace_bytes
-    from recipes.run import hardware, known_gpus
 
-    card: dict[str, Any] = {"gpu": "H100"}  # for a rehearsal: in fp32 the plan does not depend on the GPU
-    workspaces = 2 * workspace_bytes((9, 0))
-    if gpus := hardware.read().gpus:
-        card, workspaces = {"gpu_memory": gpus[0].memory_bytes / 1e9}, 0
-        with suppress(UserError):
-            card = {"gpu": known_gpus.find(gpus[0].name).name}
-    # The memory of a rank is the same in any world of more than one.
-    flags = {**flags_of(case), "global_batch_size": case.micro * case.accumulation * 2}
+    workspaces = 0 if card else 2 * workspace_bytes((9, 0))
+    # The memory of a rank of DDP is the same in any world of more than one.
+    world = 1 if case.recipe == "sharded" else 2
+    flags = {**flags_of(case, card), "global_batch_size": case.micro * case.accumulation * world}
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value).lower())]
-    (plan,) = plan_memory(config_of(case), recipe=case.recipe, num_processes=2, argv=argv, **card).recipes
-    return plan.total_bytes, plan.total_bytes - plan.components.context - plan.components.cached - workspaces
+    config = config_of(case, card)
+    (plan,) = plan_memory(config, recipe=case.recipe, num_processes=world, argv=argv, gpu=card or "H100").recipes
+    parts = plan.components
+    allocated = plan.total_bytes - parts.context - parts.cached - workspaces
+    planned = {"planned": allocated, "planned process": plan.total_bytes, "planned context": parts.context}
+    return {f"{name} GiB": size / GIB for name, size in planned.items()}
 
 
-def compared(total: int, planned: int, found: dict[str, int]) -> Figures:
+def compared(planned: Figures, found: Figures) -> Figures:
     """The plan beside what was measured. A training `holds` on a GPU that is just large enough by
     the plan.
     """
     from recipes.planner.fits import MARGIN
 
-    figures = {"planned GiB": planned / GIB, **{f"{name} GiB": size / GIB for name, size in found.items()}}
-    figures["difference"] = planned / found["allocated"] - 1
-    if "reserved" in found:
-        figures["holds"] = found["reserved"] + found["outside torch"] <= total * (1 + MARGIN)
+    figures = {"planned GiB": planned["planned GiB"], **found}
+    figures["difference"] = planned["planned GiB"] / found["allocated GiB"] - 1
+    if "process GiB" in found:
+        figures["planned process GiB"] = planned["planned process GiB"]
+        figures["of process"] = planned["planned process GiB"] / found["process GiB"] - 1
+        figures["holds"] = found["process GiB"] <= planned["planned process GiB"] * (1 + MARGIN)
     return figures
 
 
@@ -171,7 +178,7 @@ def compared(total: int, planned: int, found: dict[str, int]) -> Figures:
 
 def measured(case: Case) -> dict[str, int]:
     """Peak bytes of two steps in this process; on a GPU also those outside of torch: the CUDA
-    context, and other processes.
+    context with its kernels.
     """
     import torch
 
@@ -182,10 +189,20 @@ def measured(case: Case) -> dict[str, int]:
         return counted
     trainer = train(case)
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    free, total = torch.cuda.mem_get_info()
-    found["outside torch"] = total - free - torch.cuda.memory_reserved()
+    if held := process_bytes():
+        found["context"] = held - torch.cuda.memory_reserved()
+        found["process"] = found["reserved"] + found["context"]
     del trainer
     return found
+
+
+def process_bytes() -> int:
+    """Bytes that the driver counts for this process on the first GPU; 0 if it does not tell."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    running = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return sum(one.usedGpuMemory or 0 for one in running if one.pid == os.getpid())
 
 
 def train(case: Case):
@@ -193,6 +210,7 @@ def train(case: Case):
     import torch
     import transformers
 
+    from launch.host.world import prepare_process
     from launch.training.model import with_adapters
     from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
@@ -206,11 +224,17 @@ def train(case: Case):
         run = resolve(place=here(trained_by="nobody"), settings=settings)
         if run.problems:
             raise ValueError("; ".join(map(str, run.problems)))
+        prepare_process(run)
         args = arguments_for(run, transformers.TrainingArguments)
         torch.manual_seed(0)
         causal, classifier = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
         auto = causal if case.task == "causal_lm" else classifier
-        model = auto.from_config(config_of(case), dtype=torch.float32)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # random numbers are slow on a CPU
+            model = auto.from_config(config_of(case), dtype=torch.float32)
+        model.cpu()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         model = with_adapters(run, model) if run["use_peft"] else model
         trainer = RecipeTrainer(model=model, args=args, train_dataset=rows(case, run["packing"]), run=run)
         trainer.train()

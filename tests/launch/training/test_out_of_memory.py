@@ -41,7 +41,7 @@ def test_it_says_what_was_short_and_which_attempt_is_next(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "8", "--memory_limit", str(AMONG_8)]
     outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory") and "Traceback" not in outcome.output
-    said = r"^out of memory after step 5: .*you tried to allocate \d+ bytes"
+    said = r"^out of memory after step 5, within --memory_limit [\d.]+: .*you tried to allocate \d+ bytes"
     assert re.search(said, outcome.output, flags=re.M), outcome.output
     assert re.search(r"^measured  a peak of [\d.]+ \wiB", outcome.output, flags=re.M)
     assert f"saved     {tmp_path / 'checkpoint-5'}" in outcome.output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# The tests describe a CPU, and `pytest tests/gpu` the rest. The workers of xdist inherit the answer.
+# The tests describe a CPU, `pytest tests/gpu` the rest. The workers of xdist inherit the answer.
 on_gpu = os.environ.setdefault("TESTS_ON", "GPU" if any("gpu" in word for word in sys.argv) else "CPU") == "GPU"
 if not on_gpu:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -19,7 +19,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-if worker and not on_gpu and hasattr(os, "sched_setaffinity"):  # a core each: threads of tiny models only wait for each other
+if (
+    worker and not on_gpu and hasattr(os, "sched_setaffinity")
+):  # a core each: threads of tiny models only wait for each other
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 

@@ -90,9 +90,9 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     known = replace(run, model=content)
     known = known.limited("max_length", max_positions(content), "the longest sequence of this model")
     cls = auto_class(run)._model_mapping.get(type(config), None)  # None: its code comes with the weights
-    if run["attn_implementation"] == "flex_attention" and not run.explicit("attn_implementation"):
-        if refusal := _refuses_flex(cls, content):
-            known = known.overruled("attn_implementation", None, f"the model's default: {refusal}")
+    refusal = run["attn_implementation"] == "flex_attention" and _refuses_flex(cls, content)
+    if refusal and not run.explicit("attn_implementation"):
+        known = known.overruled("attn_implementation", None, f"the model's default: {refusal}")
     found = [*new_problems(known, run), *(refused_by_class(known, cls) if cls else ())]
     if run["gradient_checkpointing"] and cls and not cls.supports_gradient_checkpointing:
         what, fix = f"{cls.__name__} has no gradient checkpointing", "--gradient_checkpointing false"

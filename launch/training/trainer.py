@@ -330,7 +330,7 @@ class RecipeTrainer(CommittingTrainer):
 
 
 def _keep_loss_out_of_compiled_code() -> None:
-    """Have torch.compile call Liger's loss as it is. torch 2.11 cannot trace the loss of liger-kernel
+    """Have torch.compile call Liger's loss as it is. torch 2.11 cannot trace that of liger-kernel
     0.8.5: `unsupported operand type(s) for *: 'torch.dtype' and 'FakeTensor'`.
     """
     from liger_kernel.transformers import functional

@@ -302,7 +302,8 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> I
     """Yield notes on loading, loops over a sequence, Liger, torch.compile and unfused attention.
 
     A compiled Llama keeps 0.64 to 0.86 times as many activations for the backward (aot_eager with
-    the partitioner of inductor, torch 2.13).
+    the partitioner of inductor, torch 2.13). On an H200, `fast` allocated 42.9 GiB where 56.5 were
+    planned (torch 2.11, 1.2B parameters, 8 x 2048 tokens).
     """
     if moment == LOADING:
         yield "loading needs more memory than steps: each GPU holds all weights in 4 bits until they are sharded"

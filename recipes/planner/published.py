@@ -46,22 +46,26 @@ class Context:
 
 # The context of a training in MiB, by the start of the GPU's name in the catalogue. torch makes
 # CUDA load each kernel at the kernel's first call (CUDA_MODULE_LOADING=LAZY).
+_OURS = "torch 2.11, CUDA 13.0, driver 580.159.04, tests/gpu/results"
 _READ = {
-    "T4": (140.875, "torch 2.10, CUDA 12.8, github.com/Anassbzdd/fitcheck"),
-    "A100": (426, "driver 535.183, CUDA 12.2, github.com/pytorch/torchrec/pull/3580"),
+    "T4": (140.875, "published for T4 (torch 2.10, CUDA 12.8, github.com/Anassbzdd/fitcheck)"),
+    "A100": (426, "published for A100 (driver 535.183, CUDA 12.2, github.com/pytorch/torchrec/pull/3580)"),
+    "H200": (770, f"measured on an H200 ({_OURS})"),
 }
+_READ["H100"] = _READ["H200"]  # the same processor and kernels
+_NCCL = 546  # MiB of a communicator, measured beside it with one rank
 
 
 def context_of(run: RunSpec) -> Context:
-    """Return CUDA's overhead on each GPU of this run: the value published for such a GPU, or else
-    the largest published value. It is 0 on a CPU.
+    """Return what CUDA and NCCL take on each GPU of this run: the value read on such a GPU, or else
+    the largest one. It is 0 on a CPU.
     """
     if not run.hardware.cuda:
         return Context(0, "")
     card = catalogue_name(run.hardware.gpus[0].name)
     alike = next((name for name in _READ if card.startswith(name)), None)
-    most = alike or max(_READ, key=lambda name: _READ[name][0])
-    mib, where = _READ[most]
-    source = f"published for {most}" if alike else f"the largest published value, of {most}"
-    unknown = "; NCCL's own memory is unknown and not counted" if run.world_size > 1 else ""
-    return Context(round(mib * _MIB), f"{source} ({where}){unknown}")
+    mib, source = _READ[alike] if alike else max(_READ.values())
+    source = source if alike else f"the largest known value, {source}"
+    if run.world_size > 1:
+        mib, source = mib + _NCCL, f"{source}, and {_NCCL} MiB of NCCL for one rank, which may be more"
+    return Context(round(mib * _MIB), source)

@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ from launch.doctor.machine import driver
 from launch.host.files import write_whole
 from launch.output.record import code, cpu, versions
 from recipes.run import hardware
-from tests.gpu.cases import OK, OUT_OF_MEMORY, Case, all_cases, gpu_count, measured
+from tests.gpu.cases import OK, OUT_OF_MEMORY, Case, Figures, all_cases, measured
+from tests.gpu.memory import compared
 
 NOT_RUN = "not run: budget"
-AT_ONCE = 6
+AT_ONCE = 3  # more compete for the cores while they compile
 
 
 class Results:
@@ -56,6 +58,8 @@ class Results:
         self.machine = {"hardware": found, "cpu": cpu(), "driver": driver()[0], "versions": versions(), "code": code()}
         self.machine["command"] = shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]])
         self.machine["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        if card:  # a plan says nothing about the machine that measured
+            self.machine = {name: value for name, value in before.items() if name != "rows"}
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         with self.lock:
@@ -70,58 +74,60 @@ class Results:
         parts = [f"{', '.join([machine['hardware'], *known])}\n\n`{machine['command']}`, {machine['time']}"]
         for group in dict.fromkeys(case.group for case in self.cases):
             rows = {case.name: self.rows.get(case.name, {}) for case in self.cases if case.group == group}
-            columns = list(dict.fromkeys(name for row in rows.values() for name in row.get("figures", {})))
+            figures = {name: _figures(row) for name, row in rows.items()}
+            columns = list(dict.fromkeys(column for row in figures.values() for column in row))
             lines = [[group, *columns, "status", "seconds"], ["---"] * (3 + len(columns))]
-            lines += [_cells(name, row, columns) for name, row in rows.items()]
+            for name, row in rows.items():
+                status = row.get("status", NOT_RUN).replace("|", "/")
+                lines.append([name, *_cells(figures[name], columns), status, f"{row.get('seconds', 0):.0f}"])
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
         return "\n\n".join(parts) + "\n"
 
 
-def _cells(name: str, row: dict[str, Any], columns: Sequence[str]) -> list[str]:
-    figures = [row.get("figures", {}).get(column) for column in columns]
-    shown = ["" if one is None else f"{one:,.4g}" if isinstance(one, float) else str(one) for one in figures]
-    return [name, *shown, row.get("status", NOT_RUN).replace("|", "/"), f"{row.get('seconds', 0):.0f}"]
+def _figures(row: Figures) -> Figures:
+    """What was measured, for memory beside what was planned."""
+    found = {name: value for name, value in row.get("figures", {}).items() if not isinstance(value, list)}
+    return compared(row["planned"], found) if found and "planned" in row else found
+
+
+def _cells(figures: Figures, columns: Sequence[str]) -> list[str]:
+    values = [figures.get(column) for column in columns]
+    return ["" if one is None else f"{one:,.4g}" if isinstance(one, float) else str(one) for one in values]
 
 
 def run_cases(results: Results, chosen: Sequence[Case], rehearse: bool, end: float) -> None:
-    """Run the cases without figures until `end` on the monotonic clock: memory several at once, as
-    far as the GPU holds them, the others one after the other.
+    """Run the cases without figures until `end` on the monotonic clock, as many at once as the
+    GPU's memory holds.
     """
     gpus, room = hardware.read().gpus, threading.Condition()
     free = 0.9 * gpus[0].memory_bytes / 2**30 if gpus else 0.0
 
-    def run(case: Case) -> None:
-        left = end - time.monotonic()
-        if results.rows.get(case.name, {}).get("status") in (OK, OUT_OF_MEMORY) or case.seconds > left:
-            return
-        deadline = 900 if rehearse else 60 + 3 * case.seconds  # other processes may use the same cores
-        row = measured(case.name, Path(work), rehearse, min(left, deadline))
-        results.add(case.name, row)
-        print(f"{case.name}: {row['status']}, {row['seconds']:.0f} s", flush=True)
-
-    def beside_others(case: Case) -> None:
+    def run(case: Case, work: Path) -> None:
         nonlocal free
-        size = min(free, results.rows.get(case.name, {}).get("planned", {}).get("planned process GiB", 40))
+        before = results.rows.get(case.name, {})
+        size = min(free, before.get("planned", {}).get("planned process GiB", case.gib))
         with room:
             room.wait_for(lambda: free >= size)
             free -= size
-        run(case)
+        left = end - time.monotonic()
+        if before.get("status") not in (OK, OUT_OF_MEMORY) and case.seconds < left:
+            deadline = 900 if rehearse else 60 + 3 * case.seconds  # other processes may use the same cores
+            row = measured(case.name, work, rehearse, min(left, deadline))
+            results.add(case.name, row)
+            print(f"{case.name}: {row['status']}, {row['seconds']:.0f} s", flush=True)
         with room:
             free += size
             room.notify_all()
 
-    with tempfile.TemporaryDirectory() as work:
-        work = os.environ.get("GPU_WORK", work)
-        with ThreadPoolExecutor(1 if rehearse else AT_ONCE) as pool:
-            list(pool.map(beside_others, [case for case in chosen if case.plan]))
-        for case in chosen:
-            run(case)
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(1 if rehearse else AT_ONCE) as pool:
+        list(pool.map(run, chosen, repeat(Path(work))))
 
 
 def plan(results: Results, chosen: Sequence[Case], card: str) -> None:
+    """Add the plans to the results of this machine, such as "1 x NVIDIA H200"."""
     for case in chosen:
         if case.plan and "planned" not in results.rows.get(case.name, {}):
-            results.add(case.name, {"planned": case.plan(card)})
+            results.add(case.name, {"planned": case.plan(card.split(" x ")[-1])})
 
 
 def main() -> int:
@@ -132,7 +138,8 @@ def main() -> int:
     where = "[tests/gpu/results; of a rehearsal outputs/gpu]"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=where)
     parser.add_argument("--only", default="", metavar="REGEX", help="the cases whose names this finds [all]")
-    parser.add_argument("--plan", metavar="GPU", help="plan the memory of the cases, on any machine, and measure nothing")
+    help_text = "add the plans of memory to the results of such a machine, for example '1 x NVIDIA H200'; needs no GPU"
+    parser.add_argument("--plan", default="", metavar="MACHINE", help=help_text)
     parser.add_argument("--rehearse", action="store_true", help="every case with a tiny model, on a CPU")
     options, began = parser.parse_args(), time.monotonic()
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # which leaves CUDA to the forked processes
@@ -143,7 +150,7 @@ def main() -> int:
         print("there is no GPU here; --rehearse runs every case with a tiny model on a CPU", file=sys.stderr)
         return 2
     folder = options.output or Path("outputs/gpu" if options.rehearse else "tests/gpu/results")
-    results = Results(folder.resolve(), all_cases(options.rehearse, gpu_count()), options.rehearse, options.plan)
+    results = Results(folder.resolve(), all_cases(options.rehearse), options.rehearse, options.plan)
     chosen = [case for case in results.cases if re.search(options.only, case.name)]
     try:
         if options.plan:

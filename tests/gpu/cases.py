@@ -1,14 +1,16 @@
 """The measurements on GPUs, each in a process of its own: the doctor, the speed of trainings, and
 memory against the plan.
 
-A step trains 16 sequences of 2048 tokens: random ones in the hand-written loop, generated texts in
-the recipes, which are trained by `recipes train --measure`. Models are initialised from a
-configuration, so nothing is downloaded. The first steps are not timed.
+A step trains 16 sequences of 2048 tokens, the same ones in the hand-written loop and in the
+recipes, which train.py trains. Models are initialised from a configuration, so nothing is
+downloaded. Several cases run at once, so that one compiles while another is timed: from its second
+step on, a case has the GPU for itself. The first three steps are not timed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -19,9 +21,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ import psutil
 
 from launch.host import processes
 from launch.host.memory import ran_out
+from recipes.run import hardware
 from tests.gpu import memory
 from tests.support.running import ROOT, read_record
 from tests.support.wide import texts_of
@@ -55,17 +60,17 @@ RECIPES = {
 VARIANTS = {
     "fast, no compile": "--recipe fast --torch_compile false",
     "fast, no Liger": "--recipe fast --use_liger_kernel false",
-    "fast, flex attention": "--recipe fast --attn_implementation flex_attention",
+    "fast, sdpa": "--recipe fast --attn_implementation sdpa",
     "fast, micro 16": "--recipe fast --per_device_train_batch_size 16",
     "fast, checkpointing": "--recipe fast --gradient_checkpointing",
 }
 LORA = "--recipe fast --use_peft --dtype bfloat16 --gradient_checkpointing"
-SHARED = ("standard", "fast", "sharded")  # measured on all GPUs too
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, which takes about `seconds` on an H100, with imports and compilation.
+    """One measurement, which takes about `seconds` on an H200, with imports and compilation, and
+    `gib` GiB of its memory.
 
     `measure` gets a folder for models and outputs; it returns figures by their names.
     """
@@ -75,18 +80,17 @@ class Case:
     seconds: int
     measure: Callable[[Path], Figures]
     plan: Callable[[str], Figures] | None = None  # of memory, for a GPU by its name
+    gib: int = 62
 
 
-def all_cases(rehearse: bool, gpus: int = 1) -> list[Case]:
-    """The cases for a machine with this number of GPUs, the most valuable first; or those of a
-    rehearsal, with tiny models.
-    """
+def all_cases(rehearse: bool) -> list[Case]:
+    """The cases for one GPU, the most valuable first; or those of a rehearsal, with tiny models."""
 
     def speed(size: str, name: str, measure: Callable[..., Figures], *how: Any, seconds: int = 45) -> Case:
         return Case("speed", f"{size} {name}", seconds, partial(measure, size, *how, rehearse))
 
     sizes, large = (["tiny"], "tiny") if rehearse else (["0.5B", "1.2B"], "7B")
-    cases = [Case("doctor", "doctor", 60, doctor)]
+    cases = [Case("doctor", "doctor", 60, doctor, gib=1000)]  # alone
     for size in sizes:
         cases += [speed(size, "loop", loop, False, seconds=25), speed(size, "loop, compiled", loop, True)]
         cases += [speed(size, name, recipe, flags) for name, flags in RECIPES.items()]
@@ -94,10 +98,7 @@ def all_cases(rehearse: bool, gpus: int = 1) -> list[Case]:
     for one in memory.cases(rehearse):
         cases.append(Case("memory", str(one), 25, partial(memory.measure, one), partial(memory.predicted, one)))
     cases += [speed(size, name, recipe, flags) for size in sizes[::-1] for name, flags in VARIANTS.items()]
-    shared = SHARED if gpus > 1 else ()
-    return cases + [
-        speed("0.5B", f"{name}, {gpus} GPUs", recipe, f"--recipe {name} --num_processes {gpus}") for name in shared
-    ]
+    return cases
 
 
 # --- A process for each ---------------------------------------------------------------------------
@@ -106,13 +107,15 @@ def all_cases(rehearse: bool, gpus: int = 1) -> list[Case]:
 def measured(name: str, work: Path, rehearse: bool, deadline: float) -> dict[str, Any]:
     """The row of a case: its status and figures, and the end of its log if it failed.
 
-    The process is forked from one that has imported everything. At the deadline it is killed with
-    all that it started: what is left on a GPU changes the figures of the next case.
+    The process is forked from one that has imported everything; but bitsandbytes starts CUDA when
+    it is imported, which a fork cannot use. At the deadline the process is killed with all that it
+    started: what is left on a GPU changes the figures of the next case.
     """
     began = time.monotonic()
-    context = multiprocessing.get_context(os.environ.get("GPU_START", "forkserver"))
-    if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload(["tests.support.preloaded"])
+    context = multiprocessing.get_context(
+        "spawn" if find_spec("bitsandbytes") and hardware.read().cuda else "forkserver"
+    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.gpu.preloaded"])
     with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
         process = context.Process(target=_measure, args=(name, rehearse, work, Path(folder)))
         process.start()
@@ -140,7 +143,7 @@ def _measure(name: str, rehearse: bool, work: Path, folder: Path) -> None:
     multiprocessing.set_start_method(None, force=True)  # for data loaders: not this process's own method
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # each case compiles for itself
     try:
-        (case,) = (case for case in all_cases(rehearse, gpu_count()) if case.name == name)
+        (case,) = (case for case in all_cases(rehearse) if case.name == name)
         row = {"status": OK, "figures": case.measure(work)}
     except Exception as error:
         traceback.print_exc()
@@ -149,12 +152,6 @@ def _measure(name: str, rehearse: bool, work: Path, folder: Path) -> None:
     sys.stdout.flush()
     (folder / "part").write_text(json.dumps(row))
     (folder / "part").replace(folder / "answer.json")
-
-
-def gpu_count() -> int:
-    from recipes.run import hardware
-
-    return max(1, len(hardware.read().gpus))
 
 
 # --- What is measured -----------------------------------------------------------------------------
@@ -173,7 +170,6 @@ def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from launch.training.timing import peak_memory
     from recipes.scaling.timings import WARM_UP_STEPS
     from tests.support.loop import loop_steps
 
@@ -186,48 +182,104 @@ def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = {"micro": 8, "accumulation": GLOBAL_BATCH // 8, "learning_rate": RATE, "bf16": True, "device": device}
     trained = loop_steps(torch.compile(model) if compiled else model, rows, steps=steps, **batch)
-    losses, seconds = zip(*trained, strict=True)
-    step_time = statistics.mean(seconds[WARM_UP_STEPS:])
-    tokens = GLOBAL_BATCH * length / step_time
-    return {
-        "tokens/s": tokens,
-        "MFU": _mfu(tokens, model, length),
-        "step ms": step_time * 1000,
-        "peak GiB": peak_memory()["peak_memory_bytes"] / GIB,
-        "start s": sum(seconds) - steps * step_time,
-        "mean loss": round(statistics.mean(losses), 4),
-    }
+    first = next(trained)
+    with _alone(work):
+        losses, seconds = zip(first, *trained, strict=True)
+    step_time = statistics.median(seconds[WARM_UP_STEPS:])
+    return _speed(step_time, model, length) | {"start s": seconds[0] - step_time, "mean loss": statistics.mean(losses)}
 
 
 def recipe(size: str, flags: str, rehearse: bool, work: Path) -> Figures:
     """A training by train.py in this process: its speed and its memory.
 
-    `start s` is what the first steps took longer than the others, compilation among it.
+    `start s` is what the first step took longer than the others, compilation among it.
     """
     from launch.train import main
+    from launch.training import trainer
 
     steps, length = _shape(rehearse)
     folder, data = _prepared(size, length, steps, work)
-    output = Path(tempfile.mkdtemp(dir=work))
+    output, clock, build = Path(tempfile.mkdtemp(dir=work)), _clock(work), trainer.build_trainer
     own = {"model_name_or_path": folder, "dataset_name": data, "max_length": length, "max_steps": steps}
     own |= {"learning_rate": RATE, "global_batch_size": GLOBAL_BATCH, "save_strategy": "no"}
     own |= {"train_sampling_strategy": "sequential", "output_dir": output}
-    argv = [*flags.split(), *(word for name, value in own.items() for word in (f"--{name}", str(value)))]
-    code = main(argv) if "--num_processes" not in flags else subprocess.call([*COMMAND, "train", *argv], cwd=ROOT)
+
+    def timed(*built, **more):
+        result = build(*built, **more)
+        result.add_callback(clock)
+        return result
+
+    trainer.build_trainer = timed
+    code = main([*flags.split(), *(word for name, value in own.items() for word in (f"--{name}", str(value)))])
     sys.stdout.flush()
     record = read_record(output)
     shutil.rmtree(output)
     if record.get("status") != "finished":
         raise RuntimeError(record.get("error") or f"exit code {code}")
-    of_one = record["tokens_per_second"] / record["world_size"]
-    return {
-        "tokens/s": record["tokens_per_second"],
-        "MFU": None if "--use_peft" in flags else _mfu(of_one, model_of(size, device="meta"), length),
-        "step ms": 1000 * record["step_time"],
-        "peak GiB": record["peak_memory_bytes"] / GIB,
-        "start s": record["train_runtime"] - steps * record["step_time"],
-        "mean loss": round(record["train_loss"], 4),
-    }
+    step_time = clock.step_time()
+    model = None if "--use_peft" in flags else model_of(size, device="meta")
+    start = record["train_runtime"] - steps * step_time
+    return _speed(step_time, model, length) | {"start s": start, "mean loss": record["train_loss"]}
+
+
+@contextlib.contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Have the GPU to oneself, as far as the other cases are concerned."""
+    with (work / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _clock(work: Path):
+    """A callback that times the steps on the GPU's own clock, without waiting for the GPU."""
+    import torch
+    from transformers import TrainerCallback
+
+    from recipes.scaling.timings import WARM_UP_STEPS
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.turn, self.marks = contextlib.ExitStack(), []
+
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 1:
+                self.turn.enter_context(_alone(work))
+            if state.global_step == WARM_UP_STEPS:
+                self._mark()
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step > WARM_UP_STEPS:
+                self._mark()
+            if state.global_step == state.max_steps:
+                self.step_time()
+                self.turn.close()
+
+        def _mark(self) -> None:
+            cuda = torch.cuda.is_available()
+            self.marks.append(torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter())
+            if cuda:
+                self.marks[-1].record()
+
+        def step_time(self) -> float:
+            """The median, in seconds."""
+            if not torch.cuda.is_available():
+                return statistics.median(after - before for before, after in pairwise(self.marks))
+            torch.cuda.synchronize()
+            return statistics.median(before.elapsed_time(after) for before, after in pairwise(self.marks)) / 1000
+
+    return Clock()
+
+
+def _speed(step_time: float, model, length: int) -> Figures:
+    """Tokens a second, the share of the GPU's peak if all weights are trained, and memory."""
+    from recipes.planner.speed import model_flops
+
+    tokens, peak = GLOBAL_BATCH * length / step_time, hardware.read().peak_flops
+    figures: Figures = {"tokens/s": tokens, "MFU": None, "step ms": step_time * 1000}
+    if peak and model is not None:  # the input embedding, which is not tied, is a lookup
+        computing = sum(one.numel() for one in model.parameters()) - model.get_input_embeddings().weight.numel()
+        figures["MFU"] = tokens * model_flops(computing, model.config, length) / peak
+    return figures | {f"{name} GiB": size / GIB for name, size in memory.peaks().items()}
 
 
 def _prepared(size: str, length: int, steps: int, work: Path) -> tuple[Path, Path]:
@@ -257,12 +309,3 @@ def model_of(size: str, dtype: str = "float32", device: str | None = None):
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, use_cache=False, **SIZES[size])
     with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
         return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
-
-
-def _mfu(tokens_per_second: float, model, length: int) -> float | None:
-    """The share of the GPU's peak; the input embedding, which is not tied, is a lookup."""
-    from recipes.planner.speed import model_flops
-    from recipes.run import hardware
-
-    peak, flops = hardware.read().peak_flops, model_flops(model.num_parameters(True), model.config, length)
-    return tokens_per_second * flops / peak if peak else None

@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from launch.host import memory
 from launch.host.processes import free_port
 
 Figures = dict[str, Any]
@@ -67,7 +68,7 @@ class Case:
 
 CHECKPOINTED = {"gradient_checkpointing": True}
 EIGHT_BIT = {"optim": "adamw_bnb_8bit"}
-LORA = {"use_peft": True}
+LORA = {"use_peft": True, "dtype": "float32"}
 CASES = [
     Case("gpt2", "0.1B", "standard", 8, 1024),
     Case("gpt2", "0.1B", "standard", 8, 1024, flags={"bf16": False}),
@@ -86,6 +87,7 @@ CASES = [
     Case("llama", "1.2B", "fast", 4, 4096, accumulation=2, flags=CHECKPOINTED),
     Case("llama", "1.2B", "fast", 4, 2048, flags={**LORA, **CHECKPOINTED}),
     Case("llama", "1.2B", "fast", 4, 2048, flags={**LORA, **CHECKPOINTED, "use_dora": True}),
+    Case("llama", "1.2B", "fast", 4, 2048, flags={**CHECKPOINTED, "use_peft": True}),
     Case("llama", "3B", "fast", 1, 2048),
     Case("llama", "3B", "fast", 2, 4096, accumulation=2, flags=CHECKPOINTED),
     Case("llama", "3B", "fast", 2, 2048, flags=EIGHT_BIT),
@@ -98,9 +100,9 @@ FRAGMENTED = {"expandable_segments": False}
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """All of them, and again without expandable segments; for a rehearsal on a CPU at a tiny size."""
+    """All of them, and again without expandable segments; for a rehearsal the first 21, tiny."""
     if rehearse:
-        return [replace(case, size="tiny", length=64) for case in CASES[:20]]
+        return [replace(case, size="tiny", length=64) for case in CASES[:21]]
     return [*CASES, *(replace(case, flags={**case.flags, **FRAGMENTED}) for case in CASES)]
 
 
@@ -112,7 +114,9 @@ def config_of(case: Case, card: str | None = None):
     own = {**FAMILIES[case.family], "use_cache": False}
     if case.size == "tiny":
         own |= {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}
-    if not card and not torch.cuda.is_available():  # attention with dropout is not fused there, and keeps all its weights
+    if (
+        not card and not torch.cuda.is_available()
+    ):  # attention with dropout is not fused there, and keeps all its weights
         dropout = {"gpt2": "attn_pdrop", "bert": "attention_probs_dropout_prob"}
         own[dropout.get(case.family, "attention_dropout")] = 0.0
     if case.family == "gpt2":
@@ -180,6 +184,9 @@ def measured(case: Case) -> dict[str, int]:
     """Peak bytes of two steps in this process; on a GPU also those outside of torch: the CUDA
     context with its kernels.
     """
+    # torch reads this when CUDA starts, which bitsandbytes does as soon as peft imports it.
+    os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{case.flags.get('expandable_segments', True)}"
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"]
     import torch
 
     _be_a_rank()
@@ -188,11 +195,21 @@ def measured(case: Case) -> dict[str, int]:
             train(case)
         return counted
     trainer = train(case)
+    found = peaks()
+    del trainer
+    return found
+
+
+def peaks() -> dict[str, int]:
+    """Peak bytes of this process: in torch's allocator, in the CUDA context, and both together."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"allocated": memory.peak(cuda=False)}
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     if held := process_bytes():
         found["context"] = held - torch.cuda.memory_reserved()
         found["process"] = found["reserved"] + found["context"]
-    del trainer
     return found
 
 
@@ -230,7 +247,7 @@ def train(case: Case):
         causal, classifier = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
         auto = causal if case.task == "causal_lm" else classifier
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # random numbers are slow on a CPU
-            model = auto.from_config(config_of(case), dtype=torch.float32)
+            model = auto.from_config(config_of(case), dtype=getattr(torch, run["dtype"]))
         model.cpu()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -43,8 +43,9 @@ PLANNED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
 def test_two_real_steps_take_as_much_memory_as_planned(name, tmp_path):
-    tries = (figures_of(name, tmp_path)["difference"] for _ in range(3))  # a busy rank may release buckets late
-    assert any(abs(difference) < 0.08 for difference in tries)
+    (planned,) = (case.plan("") for case in all_cases(rehearse=True) if case.plan and case.name == name)
+    tries = (memory.compared(planned, figures_of(name, tmp_path)) for _ in range(3))  # buckets may be released late
+    assert any(abs(one["difference"]) < 0.08 for one in tries)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,9 @@ def test_a_case_over_its_deadline_or_that_fails_says_so(tmp_path):
     assert measured("no such case", tmp_path, rehearse=True, deadline=900)["status"].startswith("failed: ")
 
 
-@pytest.mark.parametrize(("rehearse", "gpus"), [(False, 1), (False, 8), (True, 1)])
-def test_the_cases_have_names_of_their_own(rehearse, gpus):
-    names = [case.name for case in all_cases(rehearse, gpus)]
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_the_cases_have_names_of_their_own(rehearse):
+    names = [case.name for case in all_cases(rehearse)]
     assert len({*names}) == len(names)
 
 
@@ -74,7 +75,8 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):
     assert done.returncode == 2 and "--rehearse" in done.stderr and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("reserved", "holds"), [(1053, True), (1054, False)])
-def test_the_context_is_no_allocation_but_has_to_fit_with_the_margin(reserved, holds):
-    found = memory.compared(1050, 950, {"allocated": 1000, "reserved": reserved, "outside torch": 60})
+@pytest.mark.parametrize(("process", "holds"), [(1113, True), (1114, False)])
+def test_the_context_is_no_allocation_but_has_to_fit_with_the_margin(process, holds):
+    planned = {"planned GiB": 950, "planned process GiB": 1050}
+    found = memory.compared(planned, {"allocated GiB": 1000, "process GiB": process})
     assert (found["difference"], found["holds"]) == (pytest.approx(-0.05), holds)

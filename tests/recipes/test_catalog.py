@@ -37,7 +37,7 @@ VALUES = [
     ("fast", CPU, {}, dict(torch_compile=False)),
     ("fast", H100, {}, dict(torch_compile=True)),
     ("fast", H100, dict(packing=False), dict(torch_compile=False)),
-    # flex attention for compiled packs on one GPU: DDP compiles the model in parts, and cannot cut it
+    # flex attention for compiled packs on one GPU: DDP compiles in parts, and cannot cut it
     ("fast", H100, {}, dict(attn_implementation="flex_attention")),
     ("fast", H100, dict(packing=False), dict(attn_implementation=None)),
     ("fast", EIGHT_H100, dict(world=2), dict(attn_implementation=None)),

@@ -1,4 +1,4 @@
-"""The CUDA context as published for such a GPU, or the largest published value."""
+"""The memory of CUDA and NCCL as it was read on such a GPU, or else the largest value."""
 
 import pytest
 
@@ -9,8 +9,8 @@ from tests.recipes.planner.small import run_of
 MIB = 2**20
 
 
-def context(name: str):
-    return context_of(run_of(hardware=Hardware((Gpu(name, (8, 0), 24 << 30),), cores=8)))
+def context(name: str, world: int = 1):
+    return context_of(run_of(hardware=Hardware((Gpu(name, (8, 0), 24 << 30),) * world, cores=8), world=world))
 
 
 @pytest.mark.parametrize(("card", "mib"), [("Tesla T4", 141), ("A100", 426)])
@@ -20,6 +20,10 @@ def test_a_card_that_others_have_read_takes_what_they_read(card, mib):
 
 
 @pytest.mark.parametrize("card", ["NVIDIA L4", "a GPU of 24 GB"])
-def test_another_card_takes_the_most_that_others_read_and_says_so(card):
+def test_another_card_takes_the_most_that_was_read_and_says_so(card):
     found = context(card)
-    assert found.bytes == 426 * MIB and found.source.startswith("the largest published value, of A100 (")
+    assert found.bytes == 770 * MIB and found.source.startswith("the largest known value, measured on an H200 (")
+
+
+def test_several_processes_have_nccl_too():
+    assert context("NVIDIA H200", world=2).bytes == (770 + 546) * MIB

@@ -67,10 +67,10 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
             print_note(f"{title(run[name])} may have changed: that is known only when it is loaded", out)
     refusals = [f"{plural(len(rows), 'difference')} from the recorded run"] if rows else []
     if resumed := several(record):
-        print_note(f"the recorded run was resumed {resumed}: a run without a stop does not repeat it bit by bit", out)
+        print_note(f"the recorded run was resumed {resumed}: an uninterrupted run does not repeat it bit for bit", out)
         refusals.append(f"the recorded run was resumed {resumed}")
     if options.exact and refusals:
-        fix = "undo what is listed above, or leave out --exact to repeat the training, but not bit by bit"
+        fix = "undo what is listed above, or leave out --exact to repeat the training, but not bit for bit"
         raise UserError(*run.problems, *(Problem("exact", what, fix) for what in refusals))
     here_too = {"accelerate_config": yaml, "processes_per_node": processes, "dry_run": options.dry_run}
     return submit(Local(), words, recipe=recipe, **here_too)

@@ -169,7 +169,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
 
 
 def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Write a merged model and return 0; write nothing and return 1 if its logits differ."""
+    """Write a merged model and return 0; if merging changes the logits, write none and return 1."""
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():

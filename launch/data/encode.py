@@ -155,8 +155,8 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
     ids, labels = row["input_ids"], row["labels"] if "labels" in row else row["input_ids"]
     mask = row.get("attention_mask") or [1] * len(ids if isinstance(ids, list) else ())
     if not all(isinstance(one, list) for one in (ids, labels, mask)) or len(mask) != len(ids):
-        what = "has input_ids, labels or attention_mask that are not lists of one length"
-        raise mistake("dataset_name", what, "use lists of one length in every row")
+        what = "has input_ids, labels or attention_mask that are not lists of equal length"
+        raise mistake("dataset_name", what, "use lists of equal length in each row")
     if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
         what = f"has token ids that the tokenizer does not know: its vocabulary has {vocabulary:,}"
         raise mistake("dataset_name", what, "use ids of the model's own tokenizer, or texts, which are tokenized here")

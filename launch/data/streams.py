@@ -4,14 +4,14 @@ The library `datasets` reads the rows and tracks the position in each shard. Thr
 failed when tried, and are replaced here:
 - Its shuffle buffer is empty after a resume: 25 of 50 waiting rows were lost. Here a window of
   examples is packed as one small data set, and its order does not depend on earlier windows.
-- `repeat` gives every round over a part the same order, and `set_epoch` affects all workers of a
-  process at once. Here each worker begins its rounds on its own.
+- `repeat` keeps one order in all epochs of a part, and `set_epoch` affects all workers of a process
+  at once. Here each worker begins each epoch on its own, in a new order.
 - `interleave_datasets` mixes rows before they are tokenized and gives each row the columns of all
-  parts, so that no row tells its format. Here a window mixes the tokens of all parts by weight.
+  parts, which hides each row's format. Here a window mixes the tokens of all parts by weight.
 
-A part that ends begins its next round in the same window, while the others go on: the shares follow
-the weights, however small a part is. The rounds of a single source share no window: each row comes
-once before any row comes again.
+A part that ends begins its next epoch in the same window, while the others go on: the shares follow
+the weights, however small a part is. With a single source, no window spans two epochs: each row
+comes once before any row comes again.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
 def of_parts(
     run: RunSpec, tokenizer, read: Callable[[RunSpec, Any, Part], Tokenized] = tokenized
 ) -> list[tuple[Part, Tokenized]]:
-    """Return each part of the run's data with its tokens. The demonstration has no name."""
+    """Return each part of the run's data with its tokens. The demonstration's has no name."""
     parts = parts_of_run(run) or [Part("")]
     found = []
     for part in parts:

@@ -101,7 +101,7 @@ def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int
 
 
 def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:
-    """Yield all checks. `earlier` holds the checks so far, which the later parts read."""
+    """Yield all checks. `earlier` holds those already made, which later checks read."""
     from launch.doctor import machine, network, remedy  # no other command needs these modules
     from launch.doctor.machine import Check
 

@@ -104,7 +104,12 @@ def versions(request: Request) -> Check:
     try:
         declared = metadata.metadata("accelerate-recipes")
     except metadata.PackageNotFoundError:  # a clone that is not installed
-        return Check("warning", "versions", "the supported versions are unknown here", "pip install this package")
+        return Check(
+            "warning",
+            "versions",
+            "the supported versions are unknown here",
+            "pip install -e . in the clone of accelerate-recipes",
+        )
     named = map(Requirement, declared.get_all("Requires-Dist") or [])
     wanted = {one.name: one for one in named if not one.marker or one.marker.evaluate({"extra": ""})}
     installed = {name: version(name) for name in wanted}
@@ -186,7 +191,7 @@ def visible_gpus(request: Request) -> Check:
         fix = "run docker with --gpus all; else `modprobe nvidia_uvm`, and with NVSwitch start nvidia-fabricmanager"
         return Check("error", "GPUs", what, fix)
     if not seen:
-        return Check("ok", "GPUs", "CUDA sees none: training and these checks use the CPU and gloo")
+        return Check("ok", "GPUs", "CUDA sees no GPU: training and these checks use the CPU and gloo")
     words = f"{len(seen)} x {' and '.join(sorted({gpu.name for gpu in seen}))} visible, {needed} requested"
     if needed > len(seen):
         return Check("error", "GPUs", words, f"--num_processes {len(seen) * request.nodes}, or more GPUs", fatal=True)

@@ -62,7 +62,7 @@ class World:
         """Let all ranks leave the block together, before the process group exists. One node may
         take hours longer than another in the block.
 
-        The ranks of one node need no meeting: they read the same data, and are ready at once.
+        If there is one node, nobody waits: its ranks read the same data, and are ready at once.
         Raises `Failure` if a rank gives no sign of life for `timeout` seconds.
         """
         if self.nodes == 1:
@@ -252,7 +252,7 @@ def resolve_launched(argv: Sequence[str], world: World, settings: Settings | Non
 
 
 def prepare_process(run: RunSpec) -> None:
-    """Prepare the environment, and a DeepSpeed engine, before other libraries are imported."""
+    """Prepare the environment, and DeepSpeed if it trains, before other libraries are imported."""
     prepare_environment(run)
     if run.engine.kind == "deepspeed":
         if not run["verbose"]:  # DeepSpeed prints a line for each operator that it has compiled

@@ -153,7 +153,7 @@ def _described(file: Path) -> Json:
 
 
 def changes(folder: Path, files: Json) -> list[str]:
-    """Describe how the files in a folder differ from `files`, which `described` returned: a line
+    """Describe how the files in a folder differ from `files`, a result of `described()`: a line
     per file. Every byte is read.
     """
 

@@ -88,7 +88,7 @@ def add_parser(commands: Commands) -> None:
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     for flag in (word.partition("=")[0] for word in argv):
         if flag.removeprefix("--").replace("-", "_") in _SET_HERE:
-            raise mistake(flag, "is set by scale run", "use --output FOLDER and --steps N")
+            raise mistake(flag, "is set by `recipes scale run`", "use --output FOLDER and --steps N")
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:

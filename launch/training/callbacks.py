@@ -259,10 +259,10 @@ def _due(state: TrainerState, control: Any) -> str:
 
 
 def _counted(profiler: profile) -> tuple[int, int, int]:
-    """Count the micro-batches of a step that reduced gradients, all collectives of the step and
-    their bytes, as the process group of this process recorded them.
+    """Count three things of a step, as this process recorded them: the micro-batches in which
+    gradients were reduced, all collectives, and their bytes.
 
-    A reduce inside a micro-batch is one of gradients. Gathers and broadcasts carry parameters,
+    A reduce inside a micro-batch carries gradients. Gathers and broadcasts carry parameters,
     buffers and counts.
     """
     events = list(profiler.profiler.kineto_results.events())

@@ -127,8 +127,8 @@ def _lost_a_rank(error: BaseException) -> bool:
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True on a rank that prints its error. If all ranks fail together, only one rank prints it.
 
-    The first rank of each node prints a mistake or a bug. Another rank prints one only if its
-    launcher does not end it, because the first rank has not met the error.
+    The first rank of each node prints a mistake or a bug. If the launcher does not end the other
+    ranks, the first rank has not met the error, and they print it.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True

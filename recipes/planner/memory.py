@@ -106,8 +106,8 @@ class Traced:
     def moments(self) -> np.ndarray:
         """The bytes alive at each moment: columns activations, logits and complete gradients.
 
-        Each allocation is followed by two moments: just before the gradients that are then complete
-        move from activations to gradients, and just after.
+        Two moments follow each allocation: before and after the gradients that it completes move
+        from the column activations to the column gradients.
         """
         if not len(self.allocations):
             return np.zeros((1, 3), int)
@@ -211,7 +211,7 @@ def weight_bytes(run: RunSpec) -> int:
 
 
 def trained_bytes(run: RunSpec) -> int:
-    """Return the bytes of a trained parameter, which are those of the parameter's gradient too.
+    """Return the bytes of a trained parameter. Its gradient has as many.
 
     Adapters are fp32 except with DeepSpeed. In mixed precision, accelerate casts trained parameters
     to fp32 for FSDP2 (`fsdp2_prepare_model`).

@@ -397,7 +397,10 @@ def fsdp_recomputes_once_and_the_same(run):
         return
     if run["gradient_checkpointing"]:
         yield problem(
-            run, "gradient_checkpointing", "is also on in fsdp_config", "activation_checkpointing: false in fsdp_config"
+            run,
+            "gradient_checkpointing",
+            "does what activation_checkpointing in fsdp_config does",
+            "set activation_checkpointing: false there",
         )
     what, fix = "recomputes with other dropout masks than the forward", "set it to false, with --gradient_checkpointing"
     if run["use_peft"] and run["lora_dropout"]:
@@ -461,7 +464,7 @@ ROWS = (
            "Nothing reads NCCL_TIMEOUT: the process group's timeout is ddp_timeout."),
     advice_row("fsdp2_scatters_every_micro_batch", "accelerator_config",
            lambda run: fsdp_version(run) == 2 and run.world_size > 1 and not _scatters(run),
-           "keeps whole, unsharded gradients on each GPU until the last micro-batch",
+           "lets FSDP2 keep unsharded gradients on each GPU until the last micro-batch",
            '{{"gradient_accumulation_kwargs": {{"sync_each_batch": true}}}}',
            "Trainer defers FSDP2's reduce-scatter to the last micro-batch: each GPU holds whole 16-bit gradients."),
     error_row("fsdp2_shards_are_known_to_the_optimizer", "optim",

@@ -76,7 +76,9 @@ def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem
     """Return an error about a missing package, or advice if the run goes to another machine."""
     what = what or f"needs the package {package}"
     if run.place.is_elsewhere:
-        return advice(run, subject, f"{what}, which is not installed here", f"install {package} where the run goes")
+        return advice(
+            run, subject, f"{what}, which is not installed here", f"install {package} on the machine that trains"
+        )
     return problem(run, subject, what, f"pip install {package}")
 
 
@@ -96,7 +98,7 @@ def installed(package: str) -> bool:
 
 
 def available(run: RunSpec, package: str) -> bool:
-    """True if a package is installed here, or is known to be installed where the run goes."""
+    """True if a package is installed here, or is known to be installed on the machine that trains."""
     return package in (run.place.packages or ()) or installed(package)
 
 

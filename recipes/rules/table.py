@@ -286,7 +286,7 @@ _ERRORS = (
               "After the imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
     error_row("saving_the_best_needs_evaluation", "save_strategy",
               lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
-              "best needs evaluations, and a metric to compare them",
+              "'best' needs evaluations, and a metric that compares them",
               "--eval_strategy steps --metric_for_best_model loss",
               "Without evaluations the run silently saves nothing; without a metric it ends late in a ValueError."),
     error_row("early_stopping_needs_evaluation", "early_stopping_patience",
@@ -350,7 +350,7 @@ _OF_TRAIN_PY = (
               "Building the Trainer fails: `You cannot perform fine-tuning on purely quantized models`."),
     error_row("adapters_need_trained_weights", "load_in_4bit use_peft",
               lambda run: run["from_scratch"] if run["model_name_or_path"] is not None else run.place.by_train_py,
-              "freezes or quantises trained weights, and this run has none",
+              "freezes or quantises pretrained weights, and this run has none",
               "name a model with --model_name_or_path, without --from_scratch",
               "The frozen weights are random: nothing but the adapters learns."),
     error_row("classifier_adapters_have_one_type", "use_peft",
@@ -368,7 +368,7 @@ _OF_TRAIN_PY = (
     error_row("dispatched_batches_have_one_shape", "accelerator_config",
               lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1
               and not run["packing"],
-              "dispatch_batches needs batches of one length, and the lengths here vary",
+              "dispatch_batches needs batches of equal length, and the lengths here vary",
               "--packing, or leave dispatch_batches out",
               "The first step fails: `You can't use batches of different size with dispatch_batches=True`."),
 

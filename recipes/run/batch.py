@@ -59,8 +59,8 @@ def split(
     """Split the global batch `total` over `data_parallel` groups of `sharing` processes each.
 
     The micro-batch is the largest divisor of total/data_parallel up to `cap`. A given `micro` or
-    `accumulation` wins over the cap. If both are given and `total` is None, their product sets the
-    global batch. Raises `UserError` if no split keeps the global batch.
+    `accumulation` wins over the cap. If both are given and `total` is None, the global batch is
+    micro * accumulation * data_parallel. Raises `UserError` if no split keeps the global batch.
     """
     if micro and accumulation:
         reason = "micro-batch and accumulation were both given: they set the global batch"
@@ -91,6 +91,6 @@ def split(
 
 
 def _multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` next to a number: `4 or 8` around 6, `4` alone below 4."""
+    """The multiples of `unit` next to a number: for unit 4, `4 or 8` at 6, and `4` at 3."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)

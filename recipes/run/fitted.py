@@ -58,6 +58,6 @@ def batch(run: RunSpec, fit: Json) -> Batch | None:
 
 
 def as_batch(run: RunSpec, fit: Json) -> Batch:
-    """Turn a fit into a batch. The batch's reason is the measured peak of memory."""
+    """Return the batch sizes that a fit has found, with the measured peak of memory as reason."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
     return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason, FIT)

@@ -10,7 +10,7 @@ A YAML states a base and the changes to it, each value with its reason, as the c
       learning_rate: [5.0e-5, best of the three that we tried]
 
 A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Its name
-is `mine.py:function`. The recipe may build on that of another such function.
+is `mine.py:function`. One such recipe may be based on another.
 """
 
 from __future__ import annotations

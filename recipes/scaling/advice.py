@@ -108,11 +108,10 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 
 def _volume_bound(row: Timing, waits: float) -> bool:
-    """True if sending the bytes of a step's collectives takes longer than twice their latency.
+    """True if sending the bytes of a step's collectives takes longer than twice their latency, and
+    explains a quarter of the waiting: ranks that compete for cores wait for each other too.
 
-    Sending must also explain a quarter of the waiting, because ranks that compete for cores wait
-    for each other too. The bandwidth alone cannot tell: measured with small messages, it includes
-    the latency.
+    The bandwidth alone is no test: measured with small messages, it includes the latency.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False

@@ -1,8 +1,8 @@
 """The analysis of timings: find the rows of each training, and its speedup and efficiency per size.
 
-A job that adds a row with `--measure` cannot know whether other jobs share its global batch, or its
-batch per process: this module compares the jobs. Rows of `scale run` name their kind of scaling.
-Rows of other programs are strong scaling, unless they name a kind.
+Rows of `scale run` name their kind of scaling. A job that adds a row with `--measure` does not know
+whether the other jobs have its global batch (strong scaling) or its batch per process (weak): this
+module compares the jobs. Rows of other programs are strong scaling, unless they name a kind.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _typical(rows: Sequence[Timing]) -> Timing:
 
 
 def band(efficiency: float) -> str:
-    """Return the band of an efficiency, rounded to the printed digits: 85.0% is excellent."""
+    """Return the band of an efficiency as it is printed: 84.96 % is printed as 85.0%, excellent."""
     efficiency = round(efficiency, 3)
     return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
 

@@ -37,10 +37,11 @@ VALUES = [
     ("fast", CPU, {}, dict(torch_compile=False)),
     ("fast", H100, {}, dict(torch_compile=True)),
     ("fast", H100, dict(packing=False), dict(torch_compile=False)),
-    # flex attention for compiled packs on one GPU: DDP compiles in parts, and cannot cut it
+    # flex attention for compiled packs on one GPU, as it was measured
     ("fast", H100, {}, dict(attn_implementation="flex_attention")),
     ("fast", H100, dict(packing=False), dict(attn_implementation=None)),
     ("fast", EIGHT_H100, dict(world=2), dict(attn_implementation=None)),
+    ("fast", H100, dict(gradient_checkpointing=True), dict(attn_implementation=None)),
     # Liger's loss alone beside torch.compile, which fuses the rest
     ("fast", EIGHT_H100, dict(torch_compile=False), dict(liger_kernel_config=None)),
     # Liger where it is installed, but not with smoothed labels: an evaluation would fail

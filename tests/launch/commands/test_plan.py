@@ -63,7 +63,7 @@ def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(sa
     assert (plan["recommended"], plan["length"], plan["asked_length"], plan["margin"]) == ("standard", 99, 99, 0.06)
     assert sum(entry["components"].values()) == entry["total_bytes"]
     assert all(type(size) is int for size in entry["components"].values())
-    assert "the largest published value" in context["source"]
+    assert "the largest known value" in context["source"]
     heads = next(line for line in printed.splitlines() if line.startswith("recipe ")).split()[1:]
     assert all(f"\n{head}: " in printed for head in heads) and "\nnot counted: " in printed
     assert f"\ncontext: {context['bytes'] / 2**20:.0f} MiB, {context['source']}\n" in printed
@@ -98,7 +98,7 @@ def test_it_prints_what_to_try_if_nothing_fits(said):
 def test_if_ram_is_short_it_says_how_much_is_needed_and_which_step_lacks_only_ram(said):
     printed = said("large", "--gpu_memory 3 --max_length 128 --host_memory 0.5 --recipe memory_zero3")
     assert "only the RAM of each node is too small: " in printed
-    argv = "--gpu_memory 1.55 --max_length 128 --host_memory 0.3 --recipe standard --num_processes 8"
+    argv = "--gpu_memory 2.53 --max_length 128 --host_memory 0.3 --recipe standard --num_processes 8"
     printed = said("large", argv)
     assert " --recipe sharded " in next(line for line in printed.splitlines() if line.startswith("1: "))
     assert re.search(r"^1 .* no \(host\) ", printed, re.MULTILINE)
@@ -118,7 +118,7 @@ def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tm
     [
         ("large", "--gpu L4", ", the fastest that fits: "),
         ("large", "--gpu L4 --recipe standard", ", which fits: "),
-        ("large", "--gpu_memory 2.3", ", with least communication and offload of those that fit: "),
+        ("large", "--gpu_memory 2.68", ", with least communication and offload of those that fit: "),
         ("experts", "--gpu H100 --mfu 0.4", "experts, or without attention, are not counted; --mfu has no effect"),
         ("llama", "--gpu_memory 8", "the time of a step is unknown: the peak of this GPU is unknown: choose"),
         ("llama", "--gpu H100 --recipe baseline", "the GPU's peak in fp32 is unknown\n"),

@@ -35,7 +35,7 @@ total for the process; total less context is torch's memory_reserved, and less c
 fits: yes if total fits the GPU with {MARGIN:.0%} to spare, and host fits the RAM given by --host_memory
 host: RAM of a node: the model during loading; later the offloaded states, and copies of the weights during a save
 step: seconds of an optimizer step: compute + exposed communication + offload
-not counted: memory of data loading; what torch.compile and Liger save, for which plans on an H200 were 12 to 31% too high
+not counted: memory of data loading; what torch.compile and Liger save: plans on an H200 were 12 to 31% high
 how sure: of 21 published values of reserved memory one lies 3.5% above the plan, the others at most
 1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. On an H200, 13 of 14 trainings without
 such savings took at most 0.8% more than planned, and a mixture of experts 10% more (python -m tests.gpu)

@@ -145,7 +145,7 @@ class Slurm(Target):
 
     @property
     def python(self) -> str:
-        """Return `python3` if the job loads an environment, else this Python's path on a shared disk."""
+        """Return `python3` if the job loads an environment, else this Python, by its path."""
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:

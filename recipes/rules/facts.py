@@ -98,7 +98,7 @@ def installed(package: str) -> bool:
 
 
 def available(run: RunSpec, package: str) -> bool:
-    """True if a package is installed here, or is known to be installed on the machine that trains."""
+    """True if a package is installed here, or known to be installed on the machine that trains."""
     return package in (run.place.packages or ()) or installed(package)
 
 

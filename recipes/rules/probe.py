@@ -211,7 +211,7 @@ def _arguments(run: RunSpec) -> Any:
 
 
 def _check_names(run: RunSpec, args: Any) -> None:
-    """Try the DataLoader's settings with one row; check the names of trackers and Hub repository."""
+    """Try the DataLoader's settings on a row; check the names of trackers and Hub repository."""
     from huggingface_hub.utils import validate_repo_id
     from torch.utils.data import DataLoader
     from transformers.integrations import get_reporting_integration_callbacks

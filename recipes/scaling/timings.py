@@ -27,7 +27,7 @@ WARM_UP_STEPS = 3  # steps at the start of each run that are not timed
 class Timing:
     """One row. Times are in seconds, sizes in bytes.
 
-    Only `num_processes` and `epoch_time` are required. An unknown number is None, an unknown text is ''.
+    Only `num_processes` and `epoch_time` are required. What is unknown is None, or ''.
     """
 
     num_processes: int

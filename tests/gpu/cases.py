@@ -183,7 +183,7 @@ def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
     batch = {"micro": 8, "accumulation": GLOBAL_BATCH // 8, "learning_rate": RATE, "bf16": True, "device": device}
     trained = loop_steps(torch.compile(model) if compiled else model, rows, steps=steps, **batch)
     first = next(trained)
-    with _alone(work):
+    with _alone(work / "gpu"):
         losses, seconds = zip(first, *trained, strict=True)
     step_time = statistics.median(seconds[WARM_UP_STEPS:])
     return _speed(step_time, model, length) | {"start s": seconds[0] - step_time, "mean loss": statistics.mean(losses)}
@@ -223,10 +223,10 @@ def recipe(size: str, flags: str, rehearse: bool, work: Path) -> Figures:
 
 
 @contextlib.contextmanager
-def _alone(work: Path) -> Iterator[None]:
-    """Have the GPU to oneself, as far as the other cases are concerned."""
-    with (work / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold a lock: the GPU's, so that no other case uses it meanwhile, or a model's."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -243,7 +243,7 @@ def _clock(work: Path):
 
         def on_step_begin(self, args, state, control, **_):
             if state.global_step == 1:
-                self.turn.enter_context(_alone(work))
+                self.turn.enter_context(_alone(work / "gpu"))
             if state.global_step == WARM_UP_STEPS:
                 self._mark()
 
@@ -284,13 +284,21 @@ def _speed(step_time: float, model, length: int) -> Figures:
 
 def _prepared(size: str, length: int, steps: int, work: Path) -> tuple[Path, Path]:
     """A model's folder, and a file of texts: one text fills one row."""
+    model, data = work / size, work / f"{length}.jsonl"
+    with _alone(work / f"{size}.lock"):
+        if not model.exists():  # made by another process: this one has not chosen torch's allocator yet
+            maker = multiprocessing.get_context("spawn").Process(target=_save_model, args=(size, model))
+            maker.start()
+            maker.join()
+            texts_of(data, [length] * GLOBAL_BATCH * steps)
+    return model, data
+
+
+def _save_model(size: str, folder: Path) -> None:
     from launch.data.demo import demo_tokenizer
 
-    model, data = work / size, work / f"{length}.jsonl"
-    if not (model / "tokenizer.json").exists():  # written last
-        model_of(size, "bfloat16").save_pretrained(model)
-        demo_tokenizer().save_pretrained(model)
-    return model, data if data.exists() else texts_of(data, [length] * GLOBAL_BATCH * steps)
+    model_of(size, "bfloat16").save_pretrained(folder)
+    demo_tokenizer().save_pretrained(folder)
 
 
 def _shape(rehearse: bool) -> tuple[int, int]:

@@ -35,7 +35,7 @@ PLANNED = (
     "llama tiny, fast, 4x2 of 64",
     "gpt2 tiny, standard, 8x1 of 64",
     "bert tiny, standard, 16x1 of 64, gradient_checkpointing",
-    "qwen2 tiny, standard, 4x1 of 64, use_peft",
+    "qwen2 tiny, standard, 4x1 of 64, use_peft, dtype float32",
     "qwen3_moe tiny, standard, 4x1 of 64",
 )
 

@@ -19,9 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-if (
-    worker and not on_gpu and hasattr(os, "sched_setaffinity")
-):  # a core each: threads of tiny models only wait for each other
+if worker and not on_gpu and hasattr(os, "sched_setaffinity"):  # a core each: tiny models' threads only wait
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 

@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes": 780,
     "recipes/legal": 490,
     "recipes/run": 1910,
-    "recipes/rules": 2350,
+    "recipes/rules": 2340,
     "recipes/planner": 2870,
     "recipes/scaling": 1170,
     "launch": 520,

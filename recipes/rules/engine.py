@@ -397,10 +397,7 @@ def fsdp_recomputes_once_and_the_same(run):
         return
     if run["gradient_checkpointing"]:
         yield problem(
-            run,
-            "gradient_checkpointing",
-            "does what activation_checkpointing in fsdp_config does",
-            "set activation_checkpointing: false there",
+            run, "gradient_checkpointing", "repeats activation_checkpointing", "set that to false in fsdp_config"
         )
     what, fix = "recomputes with other dropout masks than the forward", "set it to false, with --gradient_checkpointing"
     if run["use_peft"] and run["lora_dropout"]:

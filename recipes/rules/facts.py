@@ -76,9 +76,7 @@ def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem
     """Return an error about a missing package, or advice if the run goes to another machine."""
     what = what or f"needs the package {package}"
     if run.place.is_elsewhere:
-        return advice(
-            run, subject, f"{what}, which is not installed here", f"install {package} on the machine that trains"
-        )
+        return advice(run, subject, f"{what}, which is not installed here", f"install {package} where the job runs")
     return problem(run, subject, what, f"pip install {package}")
 
 
@@ -98,7 +96,7 @@ def installed(package: str) -> bool:
 
 
 def available(run: RunSpec, package: str) -> bool:
-    """True if a package is installed here, or known to be installed on the machine that trains."""
+    """True if a package is installed here, or known to be installed where the job runs."""
     return package in (run.place.packages or ()) or installed(package)
 
 

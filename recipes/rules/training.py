@@ -117,9 +117,7 @@ def yaml_precision_agrees_with_arguments(run):
     if given in ("no", asked) or (given == "fp8" and asked == "no") or given not in ("bf16", "fp16", "fp8"):
         return
     if given != "fp8" and asked != "no" and run.explicit(asked):
-        yield in_yaml(
-            run, "mixed_precision", f"{given} is ignored: --{asked} wins", "write mixed_precision: 'no'", "advice"
-        )
+        yield in_yaml(run, "mixed_precision", f"{given} is ignored: --{asked} wins", "write 'no' there", "advice")
         return
     what = f"{given} contradicts the run, which asks for {'fp32' if asked == 'no' else asked}"
     instead = f"--{asked} false for fp8" if given == "fp8" else f"--{given} for the run"

@@ -35,7 +35,8 @@ from typing import Any
 from launch.doctor.machine import driver
 from launch.host.files import write_whole
 from launch.output.record import code, cpu, versions
-from recipes.run import hardware
+from recipes.errors import UserError
+from recipes.run import hardware, known_gpus
 from tests.gpu.cases import OK, OUT_OF_MEMORY, Case, Figures, all_cases, measured
 from tests.gpu.memory import compared
 
@@ -58,7 +59,7 @@ class Results:
         self.machine = {"hardware": found, "cpu": cpu(), "driver": driver()[0], "versions": versions(), "code": code()}
         self.machine["command"] = shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]])
         self.machine["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-        if card:  # a plan says nothing about the machine that measured
+        if card and before:  # a plan says nothing about the machine that measured
             self.machine = {name: value for name, value in before.items() if name != "rows"}
 
     def add(self, name: str, row: dict[str, Any]) -> None:
@@ -113,6 +114,8 @@ def run_cases(results: Results, chosen: Sequence[Case], rehearse: bool, end: flo
         if before.get("status") not in (OK, OUT_OF_MEMORY) and case.seconds < left:
             deadline = 900 if rehearse else 60 + 3 * case.seconds  # other processes may use the same cores
             row = measured(case.name, work, rehearse, min(left, deadline))
+            if rehearse and case.plan and "figures" in row:
+                row["planned"] = case.plan("")
             results.add(case.name, row)
             print(f"{case.name}: {row['status']}, {row['seconds']:.0f} s", flush=True)
         with room:
@@ -137,11 +140,16 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help=help_text)
     where = "[tests/gpu/results; of a rehearsal outputs/gpu]"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=where)
-    parser.add_argument("--only", default="", metavar="REGEX", help="the cases whose names this finds [all]")
+    help_text = "the cases whose names this finds [all]"
+    parser.add_argument("--only", default="", metavar="REGEX", help=help_text)
     help_text = "add the plans of memory to the results of such a machine, for example '1 x NVIDIA H200'; needs no GPU"
     parser.add_argument("--plan", default="", metavar="MACHINE", help=help_text)
     parser.add_argument("--rehearse", action="store_true", help="every case with a tiny model, on a CPU")
     options, began = parser.parse_args(), time.monotonic()
+    try:
+        only, _ = re.compile(options.only), options.plan and known_gpus.find(options.plan.split(" x ")[-1])
+    except (re.error, UserError) as error:
+        parser.error(str(error))
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # which leaves CUDA to the forked processes
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if options.rehearse:
@@ -151,7 +159,7 @@ def main() -> int:
         return 2
     folder = options.output or Path("outputs/gpu" if options.rehearse else "tests/gpu/results")
     results = Results(folder.resolve(), all_cases(options.rehearse), options.rehearse, options.plan)
-    chosen = [case for case in results.cases if re.search(options.only, case.name)]
+    chosen = [case for case in results.cases if only.search(case.name)]
     try:
         if options.plan:
             plan(results, chosen, options.plan)

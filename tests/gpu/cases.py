@@ -115,7 +115,7 @@ def measured(name: str, work: Path, rehearse: bool, deadline: float) -> dict[str
     context = multiprocessing.get_context(
         "spawn" if find_spec("bitsandbytes") and hardware.read().cuda else "forkserver"
     )
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.gpu.preloaded"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preloaded"])
     with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
         process = context.Process(target=_measure, args=(name, rehearse, work, Path(folder)))
         process.start()

@@ -12,6 +12,7 @@ CPU = Hardware(cores=2)
 T4 = Hardware((Gpu("Tesla T4", (7, 5), 16 * 2**30),), cores=8)
 H100 = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30),), cores=32)
 EIGHT_H100 = Hardware(H100.gpus * 8, cores=64, liger=True)
+FUSED_BY_COMPILE = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu")
 
 
 def run_of(recipe, hardware=CPU, world=1, **settings):
@@ -43,6 +44,7 @@ VALUES = [
     ("fast", EIGHT_H100, dict(world=2), dict(attn_implementation=None)),
     ("fast", H100, dict(gradient_checkpointing=True), dict(attn_implementation=None)),
     # Liger's loss alone beside torch.compile, which fuses the rest
+    ("fast", EIGHT_H100, {}, dict(liger_kernel_config=dict.fromkeys(FUSED_BY_COMPILE, False))),
     ("fast", EIGHT_H100, dict(torch_compile=False), dict(liger_kernel_config=None)),
     # Liger where it is installed, but not with smoothed labels: an evaluation would fail
     ("fast", H100, {}, dict(use_liger_kernel=False)),
@@ -69,6 +71,12 @@ VALUES = [
 def test_a_value_follows_the_machine_and_the_other_settings(recipe, hardware, settings, expected):
     run = run_of(recipe, hardware, **settings)
     assert {name: run[name] for name in expected} == expected
+
+
+def test_only_train_py_compiles_beside_ligers_loss_which_torch_compile_cannot_trace():
+    script = here(1, hardware=EIGHT_H100, environment={}, trained_by="script")
+    run = resolve(place=script, settings={"recipe": "fast"})
+    assert (run["torch_compile"], run["use_liger_kernel"]) == (True, False)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

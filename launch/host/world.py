@@ -278,6 +278,8 @@ def prepare_environment(run: RunSpec) -> None:
     if not run.hardware.cuda:
         # accelerate imports deepspeed, which otherwise guesses and prints warnings.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Otherwise accelerate calls it "cpu:0", where transformers 5.17 cannot load an optimizer's state.
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
 
 
 def use_threads(run: RunSpec, world: World) -> None:

@@ -27,14 +27,14 @@ from launch.fit.search import fit
 from launch.host.files import print_without_reader
 from launch.host.launcher import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
-from launch.host.world import World, launched, prepare_process, process_group, require_launcher, resolve_launched
+from launch.host.world import World, launched, prepare_process, process_group, require_launcher
 from launch.output.record import kept_record
 from launch.terminal import console, print_problems, print_progress
 from launch.training import banner, failure
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.rules.probe import require_constructible
-from recipes.run import RunSpec
+from recipes.run import RunSpec, resolve, with_fit
 
 if TYPE_CHECKING:
     from launch.data.load import Data
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         stop.listen()
         end_with_launcher()
-        run = resolve_launched(argv, world)  # command line > file > recipe, each value with its source
+        run = with_fit(resolve(argv, world.place()))  # command line > file > recipe, each value with its source
         with failure.explained_by(run):
             quiet_libraries(run["verbose"])
             print_problems(require_legal(run), console(world.is_main))
@@ -91,21 +91,24 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
             data = load_data(run, tokenizer, known_classes(run, tokenizer))
         run, advice = recognised(run, data.problem_type)
         print_problems(advice, out)
-        with process_group(run, world), output_folder(run, world), failure.catch_out_of_memory(run, argv, world, stop):
-            train_and_record(run, world, stop, tokenizer, data)
+        with (
+            process_group(run, world) as args,
+            output_folder(run, world),
+            failure.catch_out_of_memory(run, argv, world, stop),
+        ):
+            train_and_record(run, args, world, stop, tokenizer, data)
 
 
-def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
+def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
     """Load the model, train it and write run.json, unless an earlier run left nothing to train."""
     from launch.data.load import require_same
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.model import load_model, saved_bytes
     from launch.training.timing import results
-    from launch.training.trainer import build_arguments, build_trainer
+    from launch.training.trainer import build_trainer
 
     out = console(world.is_main)
-    args = build_arguments(run)  # before the model: ZeRO-3 reads them while weights load
     require_same(data, world)
     earlier = world.decide(lambda: find_earlier_run(run, data.commit))
     banner.print_earlier(earlier, run, out)

@@ -90,12 +90,11 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     prepare_process(run)
     from launch.data.load import load_data
     from launch.training.model import known_classes, load_tokenizer
-    from launch.training.trainer import build_arguments, build_trainer
+    from launch.training.trainer import build_trainer
 
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
-    with process_group(run, World()):
-        args = build_arguments(run)
+    with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data)
         return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False)).evaluate()
 

@@ -13,6 +13,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -20,14 +21,17 @@ from launch import terminal
 from launch.host import memory, processes
 from launch.host.files import require_writable
 from launch.host.launcher import THREADS, own_threads
-from launch.host.world import World, early_store, launched, prepare_process, process_group, resolve_launched
+from launch.host.world import World, early_store, launched, prepare_process, process_group
 from launch.output import record
 from launch.terminal import memory_size
 from launch.training.failure import OTHER_WAYS
 from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.quiet import quiet_libraries
-from recipes.run import FIT, Json, RunSpec, fitted
+from recipes.run import FIT, Json, RunSpec, fitted, resolve
 from recipes.run.batch import Batch
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 PROBE = __name__
 RESERVE = 0.05  # of the limit, as a long run has varying lengths and memory fragments
@@ -222,9 +226,9 @@ def main(folder: str) -> None:
         tokenizer = load_tokenizer(run)
         known, _ = with_model(run, tokenizer)
         data = load_data(known, tokenizer, known_classes(known, tokenizer))
-        with process_group(run, world):
+        with process_group(known, world) as args:
             try:
-                _train_on_longest(known, world, tokenizer, data, request["limit_bytes"])
+                _train_on_longest(known, args, world, tokenizer, data, request["limit_bytes"])
             except Exception as error:
                 if not memory.ran_out(error):
                     raise
@@ -238,19 +242,18 @@ def main(folder: str) -> None:
 
 
 def _requested(request: Json, world: World, folder: str) -> RunSpec:
-    run = resolve_launched(request["argv"], world, {**_SETTINGS, "output_dir": folder})
+    run = resolve(request["argv"], world.place(), {**_SETTINGS, "output_dir": folder})
     batch = Batch(request["micro_batch"], request["accumulation"], run.data_parallel_size, "a probe of --fit", "--fit")
     return replace(run, batch=batch)
 
 
-def _train_on_longest(run: RunSpec, world: World, tokenizer, data, limit_bytes: int) -> None:
+def _train_on_longest(run: RunSpec, args: TrainingArguments, world: World, tokenizer, data, limit_bytes: int) -> None:
     """Take two steps on copies of the longest example."""
     from launch.data.load import repeated_longest
     from launch.training.callbacks import StopOnNotANumber
     from launch.training.model import load_model
-    from launch.training.trainer import build_arguments, build_trainer
+    from launch.training.trainer import build_trainer
 
-    args = build_arguments(run)  # before the model: ZeRO-3 reads them while weights load
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     data.train = repeated_longest(data.train, _STEPS * run.batch.total)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -27,11 +27,12 @@ from launch.host.launcher import threads_per_process
 from launch.host.processes import free_port
 from recipes.errors import Failure, UserError, mistake, one_line
 from recipes.factories import arguments_for
-from recipes.run import RunSpec, Settings, here, resolve, with_fit
+from recipes.run import Place, RunSpec, here
 from recipes.run.engine import launch_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+    from transformers import TrainingArguments
 
 T = TypeVar("T")
 _DROPPED_SECONDS = 0.1  # far longer than a thread takes to drop a tensor
@@ -56,6 +57,10 @@ class World:
     def is_local_main(self) -> bool:
         """True on a node's first rank, which prints mistakes: they may exist on one node only."""
         return self.rank % self.local_size == 0
+
+    def place(self) -> Place:
+        """Describe this launched process: its machine, and the engine of its launcher."""
+        return here(self.size, local_world_size=self.local_size, launched=True)
 
     @contextlib.contextmanager
     def meeting(self, timeout: float) -> Iterator[None]:
@@ -245,12 +250,6 @@ def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
             raise mistake(variable, what, f"start one process per node with {starter}, and `accelerate launch` in it")
 
 
-def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
-    """Return a launched process's run, with the engine that will execute it and its fit.json."""
-    place = here(world.size, local_world_size=world.local_size, launched=True)
-    return with_fit(resolve(argv, place, settings=settings))
-
-
 def prepare_process(run: RunSpec) -> None:
     """Prepare the environment, and DeepSpeed if it trains, before other libraries are imported."""
     prepare_environment(run)
@@ -278,7 +277,7 @@ def prepare_environment(run: RunSpec) -> None:
     if not run.hardware.cuda:
         # accelerate imports deepspeed, which otherwise guesses and prints warnings.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Otherwise accelerate calls it "cpu:0", where transformers 5.17 cannot load an optimizer's state.
+        # Otherwise the device is "cpu:0", on which transformers 5.17 cannot resume an optimizer.
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
 
 
@@ -294,15 +293,16 @@ def use_threads(run: RunSpec, world: World) -> None:
 
 
 @contextlib.contextmanager
-def process_group(run: RunSpec, world: World) -> Iterator[None]:
-    """Join the process group, and leave it at the end of the block.
+def process_group(run: RunSpec, world: World) -> Iterator[TrainingArguments]:
+    """Join the process group, and leave it at the end of the block. Yields the TrainingArguments of
+    the run: building them joins the group.
 
     Raises `Failure` if a rank does not join within `ddp_timeout` seconds, and `UserError` if the
     ranks' micro-batches differ: a fit.json holds for the devices of its own node.
     """
     import torch
 
-    _join(run)
+    args = _join(run)
     use_threads(run, world)
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
     try:
@@ -311,7 +311,7 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
             what = f"the ranks have different micro-batches: {', '.join(map(str, sizes))}"
             raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {sizes[0]}")
         with world.heartbeat(run["ddp_timeout"]):
-            yield
+            yield args
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise
@@ -320,18 +320,18 @@ def process_group(run: RunSpec, world: World) -> Iterator[None]:
         leave_group()
 
 
-def _join(run: RunSpec) -> None:
-    """Join by building TrainingArguments. The training's own TrainingArguments find the group."""
+def _join(run: RunSpec) -> TrainingArguments:
+    """Join the process group by building the run's TrainingArguments.
+
+    Raises `UserError` with the message of TrainingArguments, and `Failure` if a rank is missing.
+    """
     import torch
     from transformers import TrainingArguments
 
     # With `use_cpu` TrainingArguments do not forward ddp_timeout: torch's own is half an hour.
     torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=run["ddp_timeout"])
     try:
-        arguments_for(run, TrainingArguments)
-    except ValueError as error:  # this build of torch lacks the backend
-        source = run.setting("ddp_backend").source
-        raise mistake("ddp_backend", str(error), "leave it out: gloo is used on a CPU, nccl on GPUs", source) from None
+        args = arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     except torch.distributed.DistError as error:
         what = f"not all ranks of the run joined within {run['ddp_timeout']} s (ddp_timeout)"
         raise Failure(f"{what}: {one_line(error)}") from None
@@ -342,6 +342,7 @@ def _join(run: RunSpec) -> None:
         # of plain DDP: ZeRO-3 would then divide the weights of the model among one process.
         if not comm.is_initialized():
             comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
+    return args
 
 
 def leave_group() -> None:

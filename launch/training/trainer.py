@@ -41,7 +41,6 @@ from launch.training.failure import NotANumber
 from launch.training.model import parameter_count
 from launch.training.objective import MeanOverExamples, Metrics, countable, filler
 from recipes.errors import Failure, mistake, one_line
-from recipes.factories import arguments_for
 from recipes.rules.training import pushed_to
 from recipes.run import Json, RunSpec, Settings
 
@@ -380,14 +379,6 @@ def require_hub(run: Settings) -> None:
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:
         fix = "run `hf auth login` with a write token, or set --hub_model_id to a repository of yours; or leave it out"
         raise mistake("push_to_hub", one_line(error), f"{fix}, and `hf upload` the folder afterwards") from None
-
-
-def build_arguments(run: RunSpec) -> TrainingArguments:
-    """Create the TrainingArguments of a run, in the process group that the run has joined.
-
-    Raises `UserError` with the message of TrainingArguments.
-    """
-    return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
 
 
 def build_trainer(

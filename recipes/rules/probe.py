@@ -405,8 +405,10 @@ def refused_by_library(
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)
     choice = "use one of the values that the message names" if lists else ""
     what, words = f"{text[:400]} ({type(error).__name__})", re.findall(r"\w+", text)
-    named = [name for word in words for name in (word, f"dataloader_{word}") if name in legal.trainer_fields()]
-    subject = next((name for name in named if run.explicit(name)), "")
+    spelled = [name for word in words for name in (word, f"dataloader_{word}", f"ddp_{word}")]
+    named = [name for name in spelled if name in legal.trainer_fields()]
+    subject = next(filter(run.explicit, named), "")
+    named = [name for name in named if name in words or name.startswith("dataloader_")]
     if not subject and file:
         items, lower = list(_items(content or {})), {word.lower() for word in words if not word.isdigit()}
         named = [key for key, _ in items if any(key == word or key.endswith(f"_{word}") for word in lower)]

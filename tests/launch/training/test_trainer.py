@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from launch.host.world import World
 from launch.terminal import console
@@ -13,6 +13,7 @@ from launch.training.callbacks import Progress, StepTiming
 from launch.training.objective import MeanOverExamples
 from launch.training.trainer import RecipeTrainer
 from recipes import standard
+from recipes.factories import arguments_for
 from recipes.run import here, resolve
 from recipes.scaling.timings import WARM_UP_STEPS
 from tests.support.running import model_flags
@@ -27,13 +28,15 @@ def trainer(tmp_path):
 def built(flags, model, tokenized_from) -> RecipeTrainer:
     from launch.data.load import load_data
     from launch.training.model import load_model, load_tokenizer
-    from launch.training.trainer import build_arguments, build_trainer
+    from launch.training.trainer import build_trainer
 
     run = resolve([*model_flags(model, tokenized_from), *flags], here(environment={}))
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer)
     model = load_model(run, tokenizer, data)
-    return build_trainer(run, World(), build_arguments(run), model, tokenizer, data, console(is_main=False))
+    return build_trainer(
+        run, World(), arguments_for(run, TrainingArguments), model, tokenizer, data, console(is_main=False)
+    )
 
 
 def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):

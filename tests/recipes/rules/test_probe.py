@@ -143,6 +143,9 @@ def test_the_setting_that_is_refused_is_named_with_its_source():
     (problem,) = probe(run)
     assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
     assert "ValueError" in problem.what and problem.fix == "use another value, or leave it out"
+    two = resolve(["--ddp_backend", "mpi"], here(2, hardware=Hardware(), environment={}))
+    absent = ValueError("Your assigned backend mpi is not available, please use gloo")
+    assert refused_by_library(two, absent).subject == "ddp_backend"
 
 
 def test_a_refusal_that_names_no_setting_is_handed_on_as_it_is():

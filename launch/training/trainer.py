@@ -284,10 +284,12 @@ class RecipeTrainer(CommittingTrainer):
         if _internal_call or not self.accelerator.is_fsdp2:
             super().save_model(output_dir, _internal_call)
             return
-        # Rank 0 gets the whole model, others nothing. Adapters are saved without frozen weights.
+        # Rank 0 receives the whole model. Adapters are saved without frozen weights.
         adapts = hasattr(self.model, "peft_config")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapts)
-        self._save(output_dir, state_dict=get_model_state_dict(self.model, options=options))
+        state = get_model_state_dict(self.model, options=options)
+        if self.args.should_save:  # transformers 5.17 would let each rank write the file, the others an empty one
+            self._save(output_dir, state_dict=state)
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Trainer only warns, and continues with random values in the missing weights.

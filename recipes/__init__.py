@@ -1,4 +1,4 @@
-"""accelerate-recipes in a script: `from recipes import fast; args = fast(output_dir="out")`.
+"""Use accelerate-recipes in a script: `from recipes import fast; args = fast(output_dir="out")`.
 
 Importing this package imports neither torch nor transformers. Calling a recipe imports both.
 """
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Import the factories and the planner only on first use: `recipes list` needs neither."""
+    """Import factories and planner only on first use, because `recipes list` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("recipes.planner.plan" if name == "plan_memory" else "recipes.factories")

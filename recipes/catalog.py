@@ -1,8 +1,8 @@
-"""The recipes. `standard` states all that it changes; those that follow are a base and a diff.
+"""The recipes. `baseline` and `standard` stand alone. The others are a base with changes.
 
 A setting is a pair `(value, reason)`. If the value depends on the machine or on other settings, a
-small function takes the run and decides. `recipes show` prints every value with its reason.
-Nothing here imports torch.
+small function takes the run and returns the pair. `recipes show` prints every value with its
+reason. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 Decision = tuple[Any, str]  # a value and its reason
-Value = Decision | Callable[[Any], Decision]  # or a function of the run that decides
+Value = Decision | Callable[[Any], Decision]  # a pair, or a function that returns it for a run
 
 _EVERYWHERE: Mapping[str, Value] = dict(
-    restore_callback_states_from_checkpoint=(True, "early stopping keeps its count after a resume"),
-    save_total_limit=(2, "the newest checkpoint and the one before, to resume from if the newest is damaged"),
+    restore_callback_states_from_checkpoint=(True, "a resume does not reset the count of early stopping"),
+    save_total_limit=(2, "the newest checkpoint, and the one before in case the newest is damaged"),
 )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A base and the changes to it. A change to None leaves the setting to the library.
+    """A base recipe with changes. A change to None restores the library's default.
 
     Two values are not settings of train.py: `engine` names an Accelerate YAML (a shipped one by its
-    file name), and `micro_batch_cap` is the largest micro-batch per process. `files` are those that
-    a user's own recipe was read from, its own file first; a shipped recipe has none.
+    file name), and `micro_batch_cap` is the largest micro-batch per process. `files` are the
+    files that a user's own recipe was read from; a shipped recipe has none.
     """
 
     name: str
@@ -36,11 +36,11 @@ class Recipe:
     files: tuple[str, ...] = ()
 
     def but(self, name: str, purpose: str, **changes: Value | None) -> Recipe:
-        """A new recipe: this one with the given values changed."""
+        """Return a new recipe: this recipe with the given values changed."""
         return Recipe(name, purpose, changes, base=self)
 
     def stated(self, name: str) -> tuple[Recipe, Value] | None:
-        """A value, and the recipe that states it: this recipe, or the nearest of its bases."""
+        """Return the recipe that sets `name` (this or its nearest base) and the value, or None."""
         if name not in self.changes:
             return self.base.stated(name) if self.base else None
         value = self.changes[name]
@@ -59,7 +59,7 @@ class Recipe:
 
     @property
     def engine(self) -> str:
-        return self.settings["engine"][0]  # type: ignore[index] # which depends on no run
+        return self.settings["engine"][0]  # type: ignore[index] # never a function of the run
 
     @property
     def micro_batch_cap(self) -> int:
@@ -74,9 +74,9 @@ def baseline() -> Recipe:
         "baseline",
         "Trainer's defaults in fp32 on one process: the reference to compare with.",
         dict(
-            engine=("single.yaml", "nothing is exchanged, so nothing but the model takes time"),
-            micro_batch_cap=(4, "as in standard, so that both train in the same micro-batches"),
-            logging_steps=(1, "every step is visible; costs a host sync each"),
+            engine=("single.yaml", "one process has no communication, so only the model takes time"),
+            micro_batch_cap=(4, "as in standard, so that both recipes train with the same micro-batches"),
+            logging_steps=(1, "shows every step; each log costs a host sync"),
             **_EVERYWHERE,
         ),
     )
@@ -93,7 +93,7 @@ def standard() -> Recipe:
             fp16=fp16_before_sm80,
             dtype=frozen_weights_in_16_bits,
             logging_steps=(5, "each log is an all-gather and a host sync"),
-            logging_first_step=(True, "the loss before training, to see it fall"),
+            logging_first_step=(True, "the loss before the first update, so that you can see it fall"),
             logging_nan_inf_filter=(
                 False,
                 "true hides a NaN and costs two host syncs per micro-batch; here a logged NaN stops the run",
@@ -118,7 +118,7 @@ def fast() -> Recipe:
         engine=("fast.yaml", "DDP: every GPU holds the whole model, and gradients are averaged"),
         micro_batch_cap=(8, "fewer micro-batches per step; `recipes fit` finds the largest that fits"),
         logging_steps=(10, "half as many host syncs as standard"),
-        gradient_as_bucket_view=(True, "gradients stay in DDP's buckets: saves a copy, in memory and in time"),
+        gradient_as_bucket_view=(True, "gradients stay in DDP's buckets, which saves memory and the time of a copy"),
         ddp_static_graph=static_graph_without_accumulation,
         optim=("adamw_torch_fused", "one kernel for the whole update"),
         tf32=tf32_from_sm80,
@@ -136,10 +136,10 @@ def sharded() -> Recipe:
     return standard().but(
         "sharded",
         "FSDP2: parameters, gradients and optimizer state sharded over the GPUs, for models that DDP cannot hold.",
-        engine=("sharded.yaml", "FSDP2: each GPU holds a part of the model, and gathers a layer at a time"),
+        engine=("sharded.yaml", "FSDP2: each GPU holds a part of the model, and gathers one layer at a time"),
         accelerator_config=(
             {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
-            "gradients are scattered after every micro-batch: otherwise each GPU accumulates all of them",
+            "gradients are scattered after every micro-batch; otherwise each GPU would hold all gradients",
         ),
         ddp_find_unused_parameters=None,
         ddp_bucket_cap_mb=None,
@@ -151,7 +151,7 @@ def memory() -> Recipe:
         "memory",
         "ZeRO-2: optimizer state in host RAM, activations recomputed; slower, and fits where DDP does not.",
         engine=("memory.yaml", "DeepSpeed ZeRO-2: gradients sharded, the optimizer's state in host RAM"),
-        micro_batch_cap=(1, "the least memory for activations"),
+        micro_batch_cap=(1, "a micro-batch of one example needs the least memory for activations"),
         bf16=bf16_unless_gpu_is_too_old,
         logging_steps=(10, "half as many host syncs as standard"),
         optim=("adamw_torch", "DeepSpeed runs it on the host as DeepSpeedCPUAdam, in AdamW mode"),
@@ -173,15 +173,15 @@ RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, shar
 # For a run that names neither a model nor data: a small byte-level decoder learns Python's source.
 DEMONSTRATION: Mapping[str, Decision] = dict(
     max_steps=(200, "about a minute on two CPU cores"),
-    learning_rate=(3e-3, "a small model trained from scratch tolerates a high one"),
+    learning_rate=(3e-3, "a small model trained from scratch tolerates a high rate"),
     warmup_steps=(20, "a tenth of the demonstration's 200 steps"),
-    lr_scheduler_type=("cosine", "ends near zero, so that the loss settles"),
+    lr_scheduler_type=("cosine", "the rate ends near zero, so that the loss settles"),
     max_length=(256, "bytes of context"),
     packing=(True, "no compute is spent on padding"),
-    packing_strategy=("wrapped", "source files are joined and cut: they are longer than a sequence"),
+    packing_strategy=("wrapped", "source files are longer than a sequence, so they are joined and cut"),
 )
 
-# What rules ask about the model that is trained from scratch if the user names none.
+# If the user names no model, rules read these values of the model that is trained from scratch.
 DEMONSTRATION_MODEL: Mapping[str, Any] = dict(model_type="llama", max_position_embeddings=1024)
 
 
@@ -195,7 +195,7 @@ def bf16_where_native(run) -> Decision:
         return False, "no GPU: fp32"
     if run.hardware.capability >= (8, 0):
         return True, f"native on compute capability {_dotted(run.hardware.capability)}"
-    return False, f"compute capability {_dotted(run.hardware.capability)} only emulates it"
+    return False, f"compute capability {_dotted(run.hardware.capability)} only emulates bf16"
 
 
 def fp16_before_sm80(run) -> Decision:
@@ -209,26 +209,26 @@ def bf16_unless_gpu_is_too_old(run) -> Decision:
         return False, "fp16 was asked for"
     if run.hardware.cuda and run.hardware.capability < (8, 0):
         return bf16_where_native(run)
-    return True, "ZeRO keeps fp32 master weights; 16-bit weights and gradients halve the rest"
+    return True, "ZeRO keeps fp32 master weights; in 16 bits, weights and gradients take half the memory"
 
 
 def frozen_weights_in_16_bits(run) -> Decision:
     if not run["use_peft"] or not run.hardware.cuda or not run["bf16"]:
         return "float32", "small updates would be rounded away in 16 bits"
     if run.engine.kind in ("deepspeed", "fsdp"):
-        return "float32", f"{run.engine.title} converts or shards weights of one type"
+        return "float32", f"under {run.engine.title}, frozen and trained weights have the same type"
     return "bfloat16", "frozen weights take half the memory; the adapters stay in float32"
 
 
 def tf32_from_sm80(run) -> Decision:
     if run.hardware.capability >= (8, 0):
-        return True, "what stays fp32 runs on tensor cores"
+        return True, "matrix products that stay in fp32 run on tensor cores"
     return None, "needs a GPU of compute capability 8.0"
 
 
 def workers_by_cores(run) -> Decision:
     if not run.hardware.cuda:
-        return 0, "training uses the CPU cores"
+        return 0, "the training itself uses the CPU cores"
     share = run.hardware.cores // run.local_world_size
     workers = max(1, min(4, share))
     if workers == 4:
@@ -240,16 +240,16 @@ def segments_grow_on_cuda(run) -> Decision:
     if not run.hardware.cuda:
         return False, "only on CUDA"
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & run.place.environment.keys():
-        return False, "PYTORCH_ALLOC_CONF is set in the environment, and decides"
+        return False, "PYTORCH_ALLOC_CONF in the environment decides instead"
     if run["torch_compile_mode"] in ("reduce-overhead", "max-autotune"):
-        return False, "CUDA graphs keep their memory where it is"
+        return False, "CUDA graphs need memory at fixed addresses"
     return True, "less memory lies idle: torchtune reserved 10.8 GiB in place of 16.4 (its pull request 1185)"
 
 
 def prefetch_with_workers(run) -> Decision:
     if run["dataloader_num_workers"]:
         return 4, "batches that each worker prepares ahead"
-    return None, "illegal with 0 workers"
+    return None, "torch refuses it with 0 workers"
 
 
 def static_graph_without_accumulation(run) -> Decision:
@@ -274,21 +274,21 @@ def compile_where_shapes_are_fixed(run) -> Decision:
 
 def flex_where_packed(run) -> Decision:
     if not run["torch_compile"] or not run["bf16"] or run["gradient_checkpointing"] or run.world_size > 1:
-        return None, "the model's default; flex attention is for compiled packs in bf16 on one GPU, as measured"
-    return "flex_attention", "skips what packed examples must not see: 13 % more tokens/s than sdpa (1.2B, H200)"
+        return None, "the model's default; flex attention was measured only with compiled packing in bf16 on one GPU"
+    return "flex_attention", "skips attention between packed examples: 13 % more tokens/s than sdpa (1.2B, H200)"
 
 
 def benchmark_where_shapes_are_fixed(run) -> Decision:
     if run.hardware.cuda and run["packing"]:
-        return True, "all batches have the same shape: cuDNN searches once"
+        return True, "all batches have the same shape, so cuDNN searches only once"
     return False, "shapes vary, or there is no GPU"
 
 
 def liger_where_installed(run) -> Decision:
     if run["label_smoothing_factor"]:
-        return False, "its fused loss does not smooth labels, and evaluations would fail"
+        return False, "Liger's fused loss does not smooth labels, and evaluations would fail"
     if run["torch_compile"] and run.place.own_script:
-        return False, "torch.compile cannot trace its loss; only train.py calls the loss as it is"
+        return False, "torch.compile cannot trace Liger's loss; only train.py keeps the loss out of compiled code"
     if run.hardware.cuda and run.hardware.liger:
         return True, "the logits are never in memory as a whole: 2.3 GiB less, at the same speed (1.2B, H200)"
     return False, "needs CUDA and the package liger-kernel"
@@ -297,8 +297,8 @@ def liger_where_installed(run) -> Decision:
 def liger_loss_beside_compile(run) -> Decision:
     if run["use_liger_kernel"] and run["torch_compile"]:
         fused = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu")
-        return dict.fromkeys(fused, False), "the loss alone: torch.compile fuses the other operations itself"
-    return None, "all of Liger's kernels, where it is used"
+        return dict.fromkeys(fused, False), "only Liger's loss, because torch.compile fuses the other operations itself"
+    return None, "all of Liger's kernels, if Liger is used"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

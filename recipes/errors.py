@@ -1,4 +1,4 @@
-"""The user's mistakes, with their source and their fix, and the failures of machines."""
+"""Errors: the user's mistakes, each with its source and fix, and failures of machines."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class UserError(Exception):
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 process`, `2 processes`, `1,000 steps`."""
+    """Return a count with its noun: `1 process`, `2 processes`, `1,000 steps`."""
     ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{count:,} {noun}{ending if count != 1 else ''}"
 
 
 def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserError:
-    """A `UserError` with one problem, to be raised."""
+    """Return a `UserError` with one problem, for the caller to raise."""
     return UserError(Problem(subject, what, fix, source))
 
 
@@ -55,13 +55,13 @@ def one_line(error: object) -> str:
 
 
 class Failure(RuntimeError):
-    """A machine's failure stops a run: out of memory, NaN, a lost rank, a full disk.
+    """A failure that stops a run, such as out of memory, NaN, a lost rank or a full disk.
 
-    The message says what happened. Each cause is a subclass, to be caught by its type.
+    The message says what happened. Each cause has a subclass, so that callers can catch it.
     """
 
 
 class StreamBroke(Failure):
-    """A stream could not be read any further for a reason other than the data, such as the network.
+    """A stream of data broke for a reason other than the data itself, such as the network.
     A later start may succeed.
     """

@@ -1,4 +1,4 @@
-"""The recipes as functions that return TrainingArguments: for your own script, and for train.py."""
+"""Functions that return a recipe's TrainingArguments, for your own script and for train.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def recipe(name: str):
-    """Return the factory of a recipe: a shipped one by its name, or your own by its file.
+    """Return the factory of a recipe. `name` is a shipped recipe, or the file of your own.
 
     Raises `UserError` if there is no such recipe, or if its file has a mistake.
     """
@@ -36,7 +36,7 @@ def recipe(name: str):
         num_processes: int | None = None,
         **overrides: Any,
     ) -> TrainingArguments:
-        with silence():  # bitsandbytes remarks on a kernel that it did not find
+        with silence():  # bitsandbytes logs that it found no kernel
             from transformers import TrainingArguments
 
         wanted = args_class or TrainingArguments
@@ -44,9 +44,9 @@ def recipe(name: str):
         fields = _fields(wanted)
         for missing in sorted(given.keys() & legal.run_flags().keys() - fields - {"global_batch_size"}):
             what = f"{wanted.__name__} has no such field, so it would be ignored"
-            raise mistake(missing, what, "do it in your script, or train with `recipes train`")
-        # Only the subclass knows what its own fields mean, or a None for one of ours: with TRL's
-        # `max_length=None` nothing is cut off.
+            raise mistake(missing, what, "handle it in your script, or train with `recipes train`")
+        # Only the subclass knows what its own fields mean, and what None means for one of our
+        # flags: with TRL's `max_length=None`, for example, nothing is cut off.
         own = {
             name: value
             for name, value in given.items()
@@ -72,17 +72,17 @@ def recipe(name: str):
     per optimizer step over all processes if not given) is split into micro-batch and accumulation;
     any other keyword overrides the recipe. Raises `UserError` for settings that are not legal
     together, and for a setting that `args_class` has no field for. What only a script knows, such
-    as its metrics, is not judged. Warns if no launcher has set up the recipe's engine. DDP settings
-    such as `gradient_as_bucket_view` reach DDP by `launch.training.trainer.apply_ddp_settings(trainer,
+    as its metrics, is not checked. Warns if no launcher has set up the recipe's engine. To give DDP
+    settings such as `gradient_as_bucket_view`, call `launch.training.trainer.apply_ddp_settings(trainer,
     {{"gradient_as_bucket_view": True, "ddp_comm_hook": "no"}})`.
     """
     return build
 
 
 def _warn_without_engine(run: RunSpec) -> None:
-    """Warn if the script was not started with the recipe's launcher: Trainer would silently train
-    a memory recipe unsharded and without offload. `--deepspeed` and `--fsdp` need no launcher,
-    since Trainer sets them up itself.
+    """Warn if the script was not started with the recipe's launcher. Without it, Trainer silently
+    trains a memory recipe unsharded and without offload. `--deepspeed` and `--fsdp` need no
+    launcher, because Trainer sets both up itself.
     """
     wanted, launched = run.engine, from_environment(run.place.environment)
     if wanted.kind in ("single", "ddp") or run["fsdp"] or run["deepspeed"]:
@@ -97,16 +97,16 @@ def _warn_without_engine(run: RunSpec) -> None:
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
-    """Build an `args_class` with the values of a run. `own` are fields that only the subclass has.
+    """Build an `args_class` from the values of a run, and from `own` values of the subclass alone.
 
     Raises `UserError` with the message of the class if the class refuses a value.
     """
     extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.trainer_fields()}
-    shared = {name: extra[name] for name in extra.keys() & _fields(args_class)}  # SFTConfig has packing, ...
+    shared = {name: extra[name] for name in extra.keys() & _fields(args_class)}  # SFTConfig also has packing, ...
     try:
         args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
     except (TypeError, ValueError) as error:
-        raise UserError(refused_by_library(run, error)) from error  # which may be the subclass's own
+        raise UserError(refused_by_library(run, error)) from error  # the error may come from the subclass
     # One process drives one GPU. If one process sees several, Trainer would use DataParallel, and
     # multiply the global batch by their number.
     args._n_gpu = min(args.n_gpu, 1)
@@ -115,7 +115,7 @@ def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -
 
 def _fields(args_class: type) -> set[str]:
     if not dataclasses.is_dataclass(args_class):
-        raise mistake("args_class", f"{args_class!r} is no dataclass", "a subclass of TrainingArguments")
+        raise mistake("args_class", f"{args_class!r} is no dataclass", "pass a subclass of TrainingArguments")
     return {field.name for field in dataclasses.fields(args_class)}
 
 

@@ -1,7 +1,7 @@
 """The sources of a run's data: one source, or the parts of a mixture with their weights.
 
-`dataset_name` is text for one source. A mixture is a list of texts, or, in a file of settings, a
-list of entries with the fields of a `Part`.
+For one source, `dataset_name` is a text. For a mixture it is a list of texts or, in a file of
+settings, a list of entries with the fields of a `Part`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Part:
-    """A file, a folder, a pattern such as `data/*.jsonl`, or a data set of the Hub.
+    """A file, a folder, a pattern such as `data/*.jsonl`, or a data set on the Hub.
 
     `weight` is the part's share of the examples, relative to the weights of the other parts. None
-    means all examples, once each. `split` and `config` replace --dataset_train_split and
-    --dataset_config for this part. `columns` maps the part's column names to a format's names.
+    means that every example is used once. `split` and `config` replace --dataset_train_split and
+    --dataset_config for this part. `columns` maps old names of columns to new names.
     """
 
     name: str
@@ -38,7 +38,7 @@ FIELDS = tuple(entry.name for entry in fields(Part))
 
 
 def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
-    """The parts of the data; one source is one part. Empty for the demonstration."""
+    """Return the parts of the data: one for a single source, none for the demonstration."""
     if not dataset_name:
         return []
     entries = [dataset_name] if isinstance(dataset_name, str) else dataset_name
@@ -52,49 +52,49 @@ def parts_of_run(run: Mapping[str, Any]) -> list[Part]:
 
 
 def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
-    """Old name -> new name, from texts such as `question=prompt`. Raises `ValueError`."""
+    """Map old names to new names, from texts such as `question=prompt`. Raises `ValueError`."""
     split = [pair.partition("=") for pair in pairs or ()]
     if not all(old and new for old, _, new in split):
-        raise ValueError(f"takes pairs old=new, such as question=prompt, got {' '.join(pairs or ())!r}")
+        raise ValueError(f"needs pairs old=new, such as question=prompt, got {' '.join(pairs or ())!r}")
     return {old: new for old, _, new in split}
 
 
 def checked(entries: list[Any]) -> str | list[Any]:
-    """Check a list for `dataset_name`. A list with one plain name becomes that name.
+    """Check a list for `dataset_name` and return it. For one plain name, return the name alone.
 
     Raises `ValueError` if an entry is not a legal part.
     """
     try:
         parts = parts_of(entries)
     except TypeError:
-        raise ValueError(f"takes names, or entries with {', '.join(FIELDS)}, got {entries!r}") from None
+        raise ValueError(f"needs names, or entries with {', '.join(FIELDS)}, got {entries!r}") from None
     for part in parts:
         columns = part.columns if isinstance(part.columns, Mapping) else {None: None}
         texts = (part.name, part.split or "-", part.config or "-", *columns, *columns.values())
         if not all(isinstance(text, str) and text for text in texts):
-            what = "takes texts for a part's name, split and config, and columns as name: new name"
+            what = "needs a text for a part's name, split and config, and columns as old name: new name"
             raise ValueError(f"{what}, got {part!r}")
         if part.weight is not None and (type(part.weight) not in (int, float) or not 0 < part.weight < math.inf):
-            raise ValueError(f"takes a weight above 0, got {part.weight!r} for {part.name}")
+            raise ValueError(f"needs a weight above 0, got {part.weight!r} for {part.name}")
     weighted = [part for part in parts if part.weight is not None]
     if not parts or len(weighted) not in (0, len(parts)):
-        raise ValueError("takes at least one part, and weights for all parts or for none")
+        raise ValueError("needs at least one part, and weights for all parts or for none")
     return parts[0].name if parts == [Part(parts[0].name)] else entries
 
 
 def files_of(name: str | None) -> list[Path]:
-    """The files of this name or pattern; empty for a folder, and for data of the Hub."""
+    """The files of this name or pattern; empty for a folder, and for data on the Hub."""
     paths = paths_of(name)
     return [] if paths and paths[0].is_dir() else paths
 
 
 def paths_of(name: str | None) -> list[Path]:
-    """The file or folder of this name; else the files that match the name as a pattern, sorted.
+    """Return the file or folder of this name, or else the sorted files that match it as a pattern.
 
-    Empty if nothing of that name exists here.
+    Empty if there is neither on this machine.
     """
-    path = os.path.expanduser(name or "")  # noqa: PTH111, Path's raises for an unknown user
-    if name and os.path.exists(path):  # noqa: PTH110, Path's raises for a name that is too long
+    path = os.path.expanduser(name or "")  # noqa: PTH111, Path.expanduser raises for an unknown user
+    if name and os.path.exists(path):  # noqa: PTH110, Path.exists raises for a long name
         return [Path(path)]
     if not name or not glob.has_magic(name):
         return []
@@ -102,6 +102,6 @@ def paths_of(name: str | None) -> list[Path]:
 
 
 def title(dataset_name: str | Sequence[Any] | None) -> str:
-    """Name the data in a few words, for a person."""
+    """Return the names of the data in a few words, for a message."""
     names = [part.name for part in parts_of(dataset_name)]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")

@@ -23,8 +23,8 @@ def silence() -> Iterator[None]:
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Limit the libraries to errors, without progress bars, unless `verbose`. Call this before the
-    heavy imports: they read the environment variables that are set here.
+    """Unless `verbose`, let libraries print errors only, and no progress bars. Call this before the
+    libraries are imported, because they then read the environment variables that are set here.
     """
     if verbose:
         return

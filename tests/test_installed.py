@@ -125,4 +125,4 @@ def test_one_that_is_earlier_on_the_path_does_not_hide_ours(name, installed, tmp
     command = python("-P", "-c", late + RECIPES, "check", cwd=empty, path=path)
     assert "legal: standard" in command.stdout, command.stderr
     script = python(installed / "launch" / "train.py", "--learning_rate", "x", cwd=empty, path=path)
-    assert "learning_rate: takes a number" in script.stderr
+    assert "learning_rate: needs a number" in script.stderr

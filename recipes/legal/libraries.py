@@ -1,8 +1,8 @@
-"""Facts about the installed libraries, read from the libraries' own classes.
+"""Collects facts about the installed libraries from the libraries' own classes.
 
 `schema` runs this module in a separate process, because the imports take seconds, and caches the
-answer. Each function returns the facts of one library by name. `schema.names` reads a fact that is
-a list: `names("report_to")`. To add a fact, add it to the function of its library.
+answer. Each function returns the facts about one library by name. `schema.names` reads a fact that
+is a list, such as `names("report_to")`. A new fact belongs in the function of its library.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _plain(value: object) -> object:
 
 
 def trainer() -> Json:
-    """Return the fields of TrainingArguments, and the names that its mappings and lists take."""
+    """Return the fields of TrainingArguments, and the legal names inside some of its settings."""
     from torch.utils.checkpoint import checkpoint
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -71,7 +71,7 @@ def trainer() -> Json:
 
 
 def accelerate() -> Json:
-    """Return the keys of an Accelerate YAML, its sections, and the handlers that Trainer fills."""
+    """Return the keys of an Accelerate YAML, of its sections, of DDP and of accumulation."""
     from accelerate import utils
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
@@ -101,8 +101,8 @@ def _flags(group: Any) -> set[str]:
 
 
 def _words(source: str) -> set[str]:
-    """Every string in a source that is one word. These include the keys that the code reads, which
-    no class lists.
+    """Return every string in source code that is one word. Among them are the keys that the code
+    reads, which no class lists.
     """
     constants = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     return {word for word in constants if isinstance(word, str) and word.isidentifier()}
@@ -112,7 +112,7 @@ def _words(source: str) -> set[str]:
 
 
 def optimizers() -> Json:
-    """Return the values of `optim` that ignore `optim_args`, and those that bitsandbytes runs."""
+    """Return the values of `optim` that ignore `optim_args`, and those of bitsandbytes."""
     from transformers import trainer_optimizer
 
     handlers = trainer_optimizer._OPTIMIZER_HANDLERS.items()
@@ -125,7 +125,7 @@ def optimizers() -> Json:
 
 
 def schedules() -> Json:
-    """Return the schedules that take no warm-up. get_scheduler silently drops their warm-up."""
+    """Return the schedules without a warm-up: get_scheduler silently drops `warmup_steps`."""
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     takes = {name.value: inspect.signature(one).parameters for name, one in TYPE_TO_SCHEDULER_FUNCTION.items()}
@@ -133,7 +133,7 @@ def schedules() -> Json:
 
 
 def models() -> Json:
-    """Return transformers' model types, their classes by task, and folders named differently."""
+    """Return model types, their classes by task, and their folders if named differently."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
     named = ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "MASKED_LM")
@@ -154,9 +154,9 @@ def liger() -> Json:
 
 
 def deepspeed() -> Json:
-    """Return keys of a DeepSpeed JSON, from its sources: importing DeepSpeed takes almost a second.
+    """Return the keys of a DeepSpeed JSON. They are read from source: an import takes a second.
 
-    No class lists the top-level keys. The answer holds more than those, so no legal key is refused.
+    No class lists the top-level keys. The answer holds other words too, so no legal key is refused.
     """
     folder = package_folder("deepspeed")
     if folder is None:

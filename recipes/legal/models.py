@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recipes.legal.schema import facts, names
 
-# The table of liger-kernel 0.8.5, used if the package is not installed, as for a plan.
+# The model types of liger-kernel 0.8.5, for plans on a machine without this package.
 _LIGER = frozenset(
     "deepseek_v2 deepseek_v3 deepseek_v4 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text glm4 glm4v glm4v_moe "
     "gpt_oss internvl llama llama4 llama4_text llava mllama mllama_text_model ministral mistral mixtral muse_glimmer "
@@ -15,7 +15,7 @@ _LIGER = frozenset(
 
 
 def model_class(model_type: str, task: str) -> str | None:
-    """The type's class for a task, such as `LlamaForCausalLM` for `causal_lm`; None without one."""
+    """Return the class of a type for a task, such as `LlamaForCausalLM`; None if there is none."""
     return facts().get("model_classes", {}).get(task.upper(), {}).get(model_type)
 
 

@@ -1,7 +1,7 @@
-"""Names, types, choices and defaults that the installed libraries accept, without importing them.
+"""Looks up the names, types, choices and defaults that the installed libraries accept.
 
-After an install, a separate process (`recipes.legal.libraries`) imports the libraries once. Its
-answer is one JSON object in the user's cache. All functions here read that object.
+After an install, a separate process (`recipes.legal.libraries`) imports the libraries once, and
+its answer is cached as a JSON file. The functions here read this file and import no library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recipes.flags import RunFlags
 
 Json = dict[str, Any]
 
-# New name -> older name. Every supported version has the older name, so settings are stored by it.
+# New name -> older name. Settings are stored under the older name, which all versions have.
 ALIASES = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
@@ -40,7 +40,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Field:
-    """One legal setting. `types` are among bool, int, float, str, list, dict and None."""
+    """One legal setting. `types` are names such as bool, int, float, str, list, dict and None."""
 
     name: str
     types: frozenset[str]
@@ -64,7 +64,7 @@ def run_flags() -> dict[str, Field]:
 
 @cache
 def settings() -> dict[str, Field]:
-    """Every setting that train.py accepts. An alias is listed beside the field that it renames."""
+    """Every setting that train.py accepts. An alias is listed beside its older name."""
     return {**trainer_fields(), **run_flags()}
 
 
@@ -75,9 +75,9 @@ def fields_of(cls: type) -> dict[str, Field]:
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
-    """Return a field with the names of the types, and the values, that its type hint allows.
+    """Return a `Field` with the types and the choices that the type hint allows.
 
-    A type that cannot be written on a command line, such as an enumeration, is written as text.
+    A type that a command line cannot hold, such as an enumeration, counts as text.
     """
     types: set[str] = set()
     listed: list[str] = []
@@ -104,9 +104,9 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 def names(of: str) -> tuple[str, ...]:
-    """The legal names in a setting or a file: `report_to`, `fsdp_config`, `accelerate_yaml`, ...
+    """The legal names in a setting or file, such as `report_to` or `accelerate_yaml`.
 
-    Empty if the names are not known, as those of `deepspeed_json` without DeepSpeed.
+    Empty if the names are unknown, for example `deepspeed_json` without DeepSpeed.
     """
     return tuple(facts().get(of, ()))
 
@@ -119,16 +119,16 @@ def accelerate_nested_keys(section: str) -> frozenset[str]:
     return frozenset(facts()["accelerate_sections"].get(section, ()))
 
 
-# --- The kept answer ------------------------------------------------------------------------------
+# --- The cached answer ----------------------------------------------------------------------------
 
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "liger_kernel")
 
 
 @cache
 def facts() -> Json:
-    """Return the answer of `recipes.legal.libraries`, kept in a file and renewed after an install.
+    """Return the answer of `recipes.legal.libraries`, cached and renewed after each install.
 
-    Of processes that start together, one asks. If the cache cannot be written, only time is lost.
+    If several processes start together, one asks. If the cache is not writable, each process asks.
     Raises `UserError` if a library is missing or cannot be imported.
     """
     file = hf_home(os.environ) / "accelerate-recipes" / f"legal-{_fingerprint()}.json"
@@ -149,7 +149,7 @@ def facts() -> Json:
 
 
 def _fingerprint() -> str:
-    """A hash of the libraries' paths, times and versions, and of this package's files that ask."""
+    """Hash the paths, times and versions of the libraries, and of the two files that read them."""
     files = [Path(__file__), Path(__file__).with_name("libraries.py")]
     files += [folder / "__init__.py" for name in _PACKAGES if (folder := package_folder(name))]
     installed = [
@@ -168,7 +168,7 @@ def _kept(file: Path) -> Json | None:
 
 
 def _ask() -> Json:
-    """Import the libraries in a process with the same sys.path as this one. Return its answer."""
+    """Import the libraries in a child process with the same sys.path, and return its answer."""
     waits = "Reading the settings that the installed transformers, accelerate and DeepSpeed accept"
     print(f"{waits}, once after an install: about ten seconds.", file=sys.stderr, flush=True)
     # This package is imported from its own folder, the libraries from this process's sys.path.

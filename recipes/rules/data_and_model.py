@@ -64,7 +64,7 @@ def file_kind(path: PurePath) -> str | None:
 @rule
 @of_train_py
 def the_data_exists(run):
-    """datasets takes a missing path for a Hub id, and reports that the Hub has no such data set."""
+    """`datasets` mistakes a missing path for a Hub id, and finds no such data set on the Hub."""
     for part in parts_of(run["dataset_name"]):
         if run.place.is_elsewhere or paths_of(part.name):
             continue
@@ -79,7 +79,7 @@ def the_data_exists(run):
 @rule
 @of_train_py
 def a_data_file_can_be_read(run):
-    """train.py chooses one reader by the suffix of the files; an empty file has no columns."""
+    """train.py chooses one reader by the suffix of the files. An empty file has no columns."""
     for part, paths in _of_files(run):
         kinds = {file_kind(path): path for path in paths}
         if None in kinds:
@@ -97,7 +97,7 @@ def a_data_file_can_be_read(run):
 @rule
 @of_train_py
 def the_splits_can_be_read(run):
-    """Files have only the split `train`; a stream cannot be sliced: `Bad split: train[:95%]`."""
+    """Files have only the split `train`. A stream cannot be sliced: `Bad split: train[:95%]`."""
     parts, evaluates = parts_of(run["dataset_name"]), run["eval_strategy"] != "no"
     files = [part for part, _ in _of_files(run)]
     has = "a single file has only train" if len(files) == 1 else "files have only train"
@@ -137,7 +137,7 @@ def _share_rows(one: str, other: str) -> bool:
 
 
 def _slice(split: str) -> tuple[str, str, int, float] | None:
-    """The name, unit (`%` or none), start and end of a slice such as `train[80%:]`; else None."""
+    """The name, unit (`%` or none), start and end of a slice such as `train[80%:]`; or None."""
     found = re.fullmatch(r"(\w+)\[(\d*)(%?):(\d*)(%?)\]", split)
     return found and (found[1], found[3] or found[5], int(found[2] or 0), float(found[4] or "inf"))
 
@@ -148,7 +148,7 @@ def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
 
 
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
-    """Return the problem that a run evaluates without a test split. `has` names its splits."""
+    """Return the problem of a run that evaluates without a test split. `has` names its splits."""
     slices = "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"
     return Problem(
         "dataset_test_split",
@@ -180,7 +180,7 @@ def _about_model(run: RunSpec, what: str, fix: str) -> Problem:
 @rule
 @of_train_py
 def the_model_is_a_folder(run):
-    """transformers takes a missing path for a Hub id, and reports a missing repository."""
+    """transformers mistakes a missing path for a Hub id, and reports a missing repository."""
     name = run["model_name_or_path"]
     if not name or run.place.is_elsewhere or model_folder(name):
         return
@@ -193,7 +193,7 @@ def the_model_is_a_folder(run):
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         yield _about_model(run, f"there is no folder {name}", fix)
     elif near and "/" in name:  # a misspelt `outputs/base`, or a Hub id whose owner has a folder's name
-        yield advice(run, "model_name_or_path", f"there is no folder {name} here, so it is taken for a Hub id", fix)
+        yield advice(run, "model_name_or_path", f"there is no folder {name} here, so the name is used as a Hub id", fix)
 
 
 @rule
@@ -282,7 +282,7 @@ def fuses_the_loss(run: RunSpec) -> bool:
 
 
 def what_peft_accepts(message: str, dora: bool = False) -> str:
-    """Return the fix after peft has refused a model with `message`. `dora`: the run uses DoRA."""
+    """Return the fix for peft's error `message` about a model. `dora`: the run uses DoRA."""
     fix = "name other modules of the model with --lora_target_modules"
     if "DoRA" in message or (dora and "ParamWrapper" in message):  # peft has neither dropout nor DoRA for experts
         return f"{fix}, or --lora_dropout 0 without --use_dora"
@@ -331,7 +331,7 @@ def attention_fits_the_machine(run):
     name, card = run["attn_implementation"] or "", run.hardware.capability
     flash, here = _flash_version(name), f"the GPU has compute capability {'.'.join(map(str, card))}"
     package, distribution = _FLASH_PACKAGES.get(flash, ("", "")) if "/" not in name else ("kernels", "kernels")
-    has_kernels = not package or available(run, "kernels") or available(run, package)  # `kernels` loads them all
+    has_kernels = not package or available(run, "kernels") or available(run, package)  # `kernels` loads every version
     say, what, fix = problem, "", "sdpa, or leave it out"
     if not on_gpu(run):
         what = f"{name} does not train on a CPU" if flash or name == "flex_attention" else ""
@@ -355,8 +355,8 @@ def attention_fits_the_machine(run):
 
 
 def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
-    """Yield a problem for each setting that the model's class does not support. Libraries refuse it
-    once data and weights are loaded: `BloomForCausalLM does not support an attention implementation
+    """Yield a problem for each setting that the model's class does not support. Libraries refuse
+    it after the weights are loaded: `BloomForCausalLM does not support an attention implementation
     through ...`, `Could not find the transformer layer class GPT2Block in the model.`
     """
     name = run["attn_implementation"] or ""
@@ -381,7 +381,7 @@ def _is_encoder(run: RunSpec) -> bool:
 
 
 def _names_no_attention(run: RunSpec) -> bool:
-    """True if the attention is neither a name in transformers nor a kernel of the Hub: org/name."""
+    """True if the attention is neither a name in transformers nor a Hub kernel (org/name)."""
     name = run["attn_implementation"]
     return bool(name) and "/" not in name and name not in legal.names("attn_implementation")
 
@@ -413,7 +413,7 @@ _OF_TRAIN_PY = (
               "the unused adapter is an error in the second step."),
     error_row("liger_evaluates_plain_labels", "use_liger_kernel",
               lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
-              "cannot evaluate with label_smoothing_factor, which also bypasses Liger's fused loss",
+              "cannot evaluate with label_smoothing_factor, which also turns off Liger's fused loss",
               "--use_liger_kernel false, or --label_smoothing_factor 0",
               "The first evaluation fails: `skip_logits is True, but labels and shift_labels are None`."),
 )  # fmt: skip

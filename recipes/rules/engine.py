@@ -61,7 +61,7 @@ def each_process_has_a_gpu(run):
     """
     here, gpus = min(run.local_world_size, -(-run.world_size // _machines(run))), len(run.hardware.gpus)
     if on_gpu(run) and run["ddp_backend"] != "gloo" and here > gpus:
-        what = f"{here} on this machine, which has {plural(gpus, 'GPU')}"
+        what = f"{here} on this machine, which has only {plural(gpus, 'GPU')}"
         yield Problem("num_processes", what, f"--num_processes {gpus}", "the launch")
     if run.engine.kind == "single" and run.world_size == 1 < gpus and not run["use_cpu"]:
         fix = f"{launch_with('standard.yaml')} --num_processes {gpus}"
@@ -70,7 +70,7 @@ def each_process_has_a_gpu(run):
 
 @rule
 def machines_share_the_processes(run):
-    """The launcher rounds down: of 3 processes on 2 machines it starts 1 on each, and both hang.
+    """The launcher rounds down: for 3 processes on 2 machines it starts 1 on each, and both hang.
     Without an address, every machine looks for a host named None until a timeout.
     """
     machines = _machines(run)
@@ -101,9 +101,9 @@ def recipe_has_its_own_engine(run):
         return
     wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
     if not wanted.get(own.kind, True):
-        what, fix = f"and the launch uses {run.engine.title}", launch_with(run.recipe.engine)
+        what, fix = f"but the launch uses {run.engine.title}", launch_with(run.recipe.engine)
         if run["deepspeed"]:
-            what, fix = f"and --deepspeed selects {run.engine.title}", "leave --deepspeed out"
+            what, fix = f"but --deepspeed selects {run.engine.title}", "leave --deepspeed out"
         yield advice(run, "recipe", f"is made for {own.title}, {what}", fix)
 
 
@@ -146,7 +146,7 @@ def fsdp_needs_ranks_with_gpus(run):
 
 
 def _uses_ddp(run: RunSpec) -> bool:
-    """True if DDP wraps the model. DDP also wraps it in several processes launched as `single`."""
+    """True if DDP wraps the model, which it also does in several processes launched as `single`."""
     if uses_deepspeed(run) or uses_fsdp(run):
         return False
     return run.engine.kind == "ddp" or run.engine.kind.startswith("multi_") or run.world_size > 1
@@ -177,7 +177,7 @@ _SECTIONS = {
     "fp8_config": None,
     "megatron_lm_config": "megatron_lm",
 }
-# `accelerate config` itself writes keys here that its launcher ignores: advice, not an error.
+# `accelerate config` itself writes keys here that its launcher ignores, so they get only advice.
 _LOOSE_SECTIONS = ("fp8_config", "megatron_lm_config")
 
 
@@ -239,7 +239,7 @@ def no_is_quoted(run):
 
 @rule
 def offload_happens(run):
-    """The launcher does not forward an NVMe path: DeepSpeed swaps to ./none/zero_stage_3. Below
+    """The launcher does not forward an NVMe path, so DeepSpeed swaps to ./none/zero_stage_3. Below
     stage 3, DeepSpeed accepts offload_param_device and does not offload.
     """
     section, fix = deepspeed_section(run), "use a deepspeed_config_file with nvme_path, or device cpu"
@@ -256,7 +256,7 @@ def offload_happens(run):
 
 @rule
 def deepspeed_json_keys_are_known(run):
-    """DeepSpeed silently ignores `gradient_cliping`. In its sections, it refuses misspelt keys."""
+    """DeepSpeed silently ignores `gradient_cliping`, but refuses misspelt keys inside sections."""
     known = legal.names("deepspeed_json")
     for key in (deepspeed_file(run) or {}) if known else ():
         if key not in known:
@@ -323,9 +323,9 @@ def sequences_and_models_are_not_divided(run):
     Context parallelism needs torch's flash or efficient attention, which only GPUs have. No test on
     several GPUs has shown that it trains the same as DDP.
 
-    tp_size divides nothing: `Model should undergo tensor parallel before passing it to accelerate`.
-    The user's own script may load a divided model. Under DeepSpeed, tp_size divides the data, but
-    Trainer counts the undivided batch.
+    tp_size does not divide a model: `Model should undergo tensor parallel before passing it to
+    accelerate`. The user's own script may load a divided model. Under DeepSpeed, tp_size divides
+    the data, but Trainer counts the undivided batch.
     """
     sizes = run.engine.parallelism
     by_json = f'use a DeepSpeed JSON with "tensor_parallel": {{"autotp_size": {sizes.tensor}}}'
@@ -360,7 +360,7 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
 
 @rule
 def fsdp2_is_chosen(run):
-    """The launcher defaults to FSDP1, which Trainer deprecates. Any other version counts as 1."""
+    """The launcher defaults to FSDP1, which Trainer deprecates. An unknown version counts as 1."""
     if uses_fsdp(run) and run.engine.kind == "fsdp" and run.engine.fsdp_version not in (1, 2):
         yield _of_key(run, "version", f"{run.engine.fsdp_version} trains as FSDP1", "2")
     written = dict(_sections(run)).get("fsdp_config")
@@ -373,7 +373,7 @@ def fsdp2_is_chosen(run):
 def fsdp2_shards_layer_by_layer(run):
     """If the auto-wrap policy wraps nothing, FSDP2 gathers the whole model for every forward and
     backward. The policy by size also wraps the list of layers, and fails: `fully_shard does not
-    support containers that do not implement forward`. The demonstration's layers are too small.
+    support containers that do not implement forward`. The demonstration is too small to be wrapped.
     """
     section, fix = fsdp_section(run), "TRANSFORMER_BASED_WRAP"
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()
@@ -391,13 +391,13 @@ def fsdp_recomputes_once_and_the_same(run):
     `activation_checkpointing in FSDP config and ... argument can't both be set to True`.
 
     accelerate's checkpointing loses the random state: on two CPU ranks it changes the losses of a
-    GPT-2 with dropout. Trainer's checkpointing keeps the losses, with as many collectives.
+    GPT-2 with dropout. Trainer's checkpointing keeps the losses, and needs no more collectives.
     """
     if not uses_fsdp(run) or not is_true(fsdp_section(run).get("activation_checkpointing")):
         return
     if run["gradient_checkpointing"]:
         yield problem(
-            run, "gradient_checkpointing", "repeats activation_checkpointing", "set that to false in fsdp_config"
+            run, "gradient_checkpointing", "repeats activation_checkpointing", "set activation_checkpointing: false"
         )
     what, fix = "recomputes with other dropout masks than the forward", "set it to false, with --gradient_checkpointing"
     if run["use_peft"] and run["lora_dropout"]:
@@ -416,7 +416,7 @@ def _scatters(run: RunSpec) -> bool:
 
 
 def _finds_unused(run: RunSpec) -> bool:
-    """True if DDP searches for unused parameters; by default it does so only for adapters."""
+    """True if DDP searches for unused parameters; by default only for adapters."""
     asked = run["ddp_find_unused_parameters"]
     return (asked or (asked is None and run["use_peft"])) and not run["ddp_static_graph"]
 

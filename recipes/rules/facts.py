@@ -11,10 +11,10 @@ three modules:
             yield advice(run, name, "is ignored: the engine is not DDP", "leave it out")
 
 The name of a rule states what holds in a legal run. The docstring, or `why`, names the failure that
-the rule prevents: silently different training, a hang, or a failure after minutes. No rule checks
-what the libraries refuse at once: the probe does. An error stops the run, advice does not. A run
-that would train as asked never gets an error: an ignored setting gets advice. The test of a rule is
-an entry in CASES of the subject's test file: a run that breaks the rule, and the nearest legal run.
+the rule prevents: silently different training, a hang, or a failure after minutes. The probe finds
+what the libraries refuse at once, so no rule does. An error stops the run, advice does not. A run
+that would train as asked gets no error: an ignored setting gets advice. The test of a rule is an
+entry in CASES of the subject's test file: a run that breaks the rule, and the nearest legal run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Judge = Callable[[RunSpec], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A named check. `judge` yields a run's problems, `why` names the failure that is prevented.
+    """A named check. `judge` yields a run's problems. `why` is the failure that it prevents.
 
     `of_train_py` is True if the rule depends on how train.py handles model, data and metrics. The
     user's own script may handle them differently, so `check` skips such a rule for a script.
@@ -101,7 +101,7 @@ def available(run: RunSpec, package: str) -> bool:
 
 
 def model_config(run: RunSpec) -> Mapping[str, Any] | None:
-    """The configuration of the run's model, as loaded or from the model's folder; else None."""
+    """The configuration of the run's model, as loaded or from its folder; None if it is unknown."""
     if run.model is not None:
         return run.model
     name = run["model_name_or_path"]
@@ -109,7 +109,7 @@ def model_config(run: RunSpec) -> Mapping[str, Any] | None:
 
 
 def known_config(run: RunSpec) -> Json:
-    """The configuration of the run's model; empty if it is unknown."""
+    """The configuration of the run's model; an empty dict if it is unknown."""
     return dict(model_config(run) or {})
 
 
@@ -127,7 +127,7 @@ def deepspeed_section(run: RunSpec) -> Json:
 
 
 def deepspeed_file(run: RunSpec) -> Json | None:
-    """The DeepSpeed JSON that `--deepspeed`, the YAML or the launcher gives; None without one."""
+    """The DeepSpeed JSON that `--deepspeed`, the YAML or the launcher gives; None if none does."""
     if isinstance(run["deepspeed"], dict):
         return run["deepspeed"]
     named = deepspeed_section(run).get("deepspeed_config_file")
@@ -171,8 +171,8 @@ _SET_BY_TRAINER = {
 
 
 def fsdp_section(run: RunSpec) -> Json:
-    """The settings of FSDP by key, without the prefix `fsdp_`: from the Accelerate YAML, or in a
-    launched process from all variables that the launcher exported. With `--fsdp`, arguments win.
+    """Return FSDP's settings by key, without the prefix `fsdp_`. They are from the Accelerate YAML,
+    or in a launched process from the launcher's variables. With `--fsdp`, arguments win.
     """
     written = mapping(run.engine.raw.get("fsdp_config"))
     if run.engine.kind == "fsdp" and not run.engine.raw:
@@ -187,7 +187,7 @@ def _plain(section: Json) -> Json:
 
 
 def mixed_precision(run: RunSpec) -> str:
-    """`no`, `bf16`, `fp16` or `fp8`. The arguments win over the Accelerate YAML."""
+    """Return `no`, `bf16`, `fp16` or `fp8`. The arguments win over the Accelerate YAML."""
     if run["bf16"] or run["fp16"]:
         return "bf16" if run["bf16"] else "fp16"
     return run.engine.mixed_precision

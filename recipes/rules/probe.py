@@ -49,7 +49,7 @@ def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
 
     `launched` is True if a launcher has started this process (default: `run.place.launched`). The
     probe then finds the launcher's variables, and does not parse the YAML as the launcher would.
-    Afterwards, variables and the state of accelerate and transformers are as before.
+    Environment variables and the state of accelerate and transformers are restored at the end.
     """
     found: list[Problem] = []
     with silence(), _state_as_before():
@@ -78,8 +78,8 @@ def probe_in_child(run: RunSpec) -> list[Problem]:
     if child.exitcode == 0:
         return receiver.recv()
     last = printed.rpartition("\n")[2].strip()[:300] or "no output"
-    what = f"the libraries crashed the process of the probe (exit code {child.exitcode}): {last}"
-    return [Problem("probe", what, "reinstall the library that the message names", "the installed libraries")]
+    what = f"a library crashed while checking them (exit code {child.exitcode}): {last}"
+    return [Problem("settings", what, "reinstall the library that the message names", "the installed libraries")]
 
 
 def _answer(run: RunSpec, sender: Any, printed: int) -> None:
@@ -120,7 +120,7 @@ def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
         try:
             yield
         except Exception as error:
-            if not (isinstance(error, ImportError) and run.place.is_elsewhere):  # it may be installed there
+            if not (isinstance(error, ImportError) and run.place.is_elsewhere):  # the package may be installed there
                 found.append(refused_by_library(run, error, file, content or {}, about))
 
     yaml, args, optimizer, config = run.outer_engine or run.engine, None, None, {}
@@ -211,7 +211,7 @@ def _arguments(run: RunSpec) -> Any:
 
 
 def _check_names(run: RunSpec, args: Any) -> None:
-    """Try the DataLoader's settings on a row; check the names of trackers and Hub repository."""
+    """Check the DataLoader's settings, the trackers' names, and the Hub repository's name."""
     from huggingface_hub.utils import validate_repo_id
     from torch.utils.data import DataLoader
     from transformers.integrations import get_reporting_integration_callbacks
@@ -224,7 +224,7 @@ def _check_names(run: RunSpec, args: Any) -> None:
 
 
 def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
-    """Check the ParallelismConfig of arguments or variables. If its sizes do not fit the processes
+    """Check the ParallelismConfig in arguments or variables. If its sizes do not fit the processes
     and the engine, add a problem to `found`.
     """
     from accelerate import DistributedType, ParallelismConfig
@@ -265,7 +265,7 @@ def _check_plugins(args: Any) -> None:
 
 def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str, Any]:
     """Return the DeepSpeed JSON with its "auto" values filled in. Add a problem to `found` for each
-    value that contradicts the arguments. If there is none, DeepSpeed's own class checks the JSON.
+    value that contradicts the arguments. If no value does, DeepSpeed's own class checks the JSON.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.accelerator import get_accelerator
@@ -274,7 +274,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
 
     class Config(DeepSpeedConfig):
         def _configure_train_batch_size(self) -> None:
-            # Each process of an autotp_size group counts; processes with one sequence count as one.
+            # Count all processes of an autotp_size group, but one for all that share a sequence.
             self.world_size = run.data_parallel_size * tensor // self._param_dict.get("sequence_parallel_size", 1)
             super()._configure_train_batch_size()
 
@@ -290,7 +290,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
     config, content = plugin.hf_ds_config, plugin.hf_ds_config.config
     for name in ("total_num_steps", "warmup_num_steps") if args.max_steps <= 0 else ():
         if written.get_value(f"scheduler.params.{name}") is not None:
-            content["scheduler"]["params"][name] = "auto"  # the data decides
+            content["scheduler"]["params"][name] = "auto"  # the length of the data decides
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=known_config(run).get("hidden_size") or 1))
     try:
         config.trainer_config_finalize(args, model, args.max_steps if args.max_steps > 0 else _STEPS)
@@ -306,7 +306,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
         if not written.config:
             source = run.engine.source
         if not written.config and name == "enabled":  # for fp8 DeepSpeed gets bf16, which Trainer compares
-            path, what = "mixed_precision", f"{args.mixed_precision} is another type than that of the arguments: {line}"
+            path, what = "mixed_precision", f"{args.mixed_precision} is not the type that the arguments ask for: {line}"
             fix = "use bf16 or fp16, the same in the YAML and in the arguments"
         found.append(Problem(path, what, fix, source))
     if not config.mismatches:
@@ -320,7 +320,7 @@ def _with_defaults(content: dict[str, Any]) -> Any:
     """Return a DeepSpeed JSON with DeepSpeed's defaults written in for keys that it leaves out.
 
     Trainer fills in "auto", and compares written values with its arguments. A missing key gets
-    DeepSpeed's default whatever the arguments say: an lr of 0.001, a warm-up of 1000 steps.
+    DeepSpeed's default whatever the arguments say, such as an lr of 0.001.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
@@ -352,7 +352,7 @@ def _optimizer_class(section: dict[str, Any]) -> Any:
     if name.lower() in own and not params.get("torch_adam"):
         return own[name.lower()]
     of_torch = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}.get(name.lower(), name)
-    unknown = [object] if name.lower() in DEEPSPEED_OPTIMIZERS else []  # those of the package mup, and DeepSpeed's own
+    unknown = [object] if name.lower() in DEEPSPEED_OPTIMIZERS else []  # of the package mup, and DeepSpeed's own
     return getattr(torch.optim, of_torch, *unknown)
 
 
@@ -398,8 +398,8 @@ def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
     """Return a problem about the first name in the error's message that the user wrote: a setting,
-    or a key or value in `content`, the content of the YAML or JSON `file`. If the message names
-    none, the problem is about the first of the settings in `about` ("a b c") that the user wrote.
+    or a key or value in `content`, the content of the YAML or JSON `file`. If there is no such
+    name, the problem is about the first setting in `about` ("a b c") that the user wrote.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)

@@ -41,7 +41,7 @@ Words = str | Callable[[RunSpec], str]
 
 
 def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
-    """Return a rule about one setting, or about several, of which it reports those that are on.
+    """Return a rule about `settings`. If there are several, the rule reports those that are on.
 
     A name in capitals is an environment variable. Any other name that is not a setting is a key of
     the YAML. `why` is the failure that the rule prevents; the default is `what`.
@@ -123,7 +123,7 @@ _UNREAD_BY_TRAIN_PY: tuple[tuple[str, Condition, str, str], ...] = (
 
 
 def _unread(setting: str, is_read: Condition, where: str, meant: str) -> Rule:
-    """Return a rule: advice about a setting that the user switched on although nothing reads it."""
+    """Return a rule that advises against a setting that is on although the run ignores it."""
     return advice_row(
         f"{setting}_is_read", setting,
         lambda run: run.explicit(setting) and run[setting] not in (None, False, "", {}, []) and not is_read(run),
@@ -140,12 +140,12 @@ def setting_is_read(run: RunSpec, setting: str) -> bool:
 # --- Ranges ---------------------------------------------------------------------------------------
 
 # legal values in words | legal values as a condition | settings
-# Libraries accept other values. These mean something else, or fail once model and data are loaded.
+# Libraries accept other values, which mean something else, or fail once model and data load.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a whole number from 1 up", lambda value: value >= 1,
      "global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "eval_accumulation_steps dataloader_prefetch_factor early_stopping_patience dataset_num_proc lora_r "
-     "save_total_limit"),  # Trainer takes 0 for no limit
+     "save_total_limit"),  # Trainer reads 0 as no limit
     ("a number of steps, or -1 for num_train_epochs", lambda value: value == -1 or value > 0, "max_steps"),
     ("a number of steps, or a fraction of the run below 1", lambda value: value > 0, "logging_steps save_steps"),
     ("a number of steps, or a fraction of the run below 1", lambda value: value >= 0, "eval_steps"),
@@ -401,7 +401,7 @@ _OF_TRAIN_PY = (
               "Trainer refuses it: `The train_dataset does not implement __len__, max_steps has to be specified`"),
     error_row("a_stream_has_no_classes", "dataset_streaming",
               lambda run: run["dataset_streaming"] and run["task"] == "sequence_classification",
-              "cannot be used for classification: listing the classes takes all rows", "--dataset_streaming false",
+              "cannot be used for classification: listing the classes needs all rows", "--dataset_streaming false",
               "train.py numbers the classes before training, for which it reads all rows."),
     advice_row("learning_rates_are_usual", "learning_rate",
                lambda run: _fine_tunes(run) and run["optim"].startswith("adamw")
@@ -424,7 +424,7 @@ _OF_TRAIN_PY = (
     error_row("accuracy_is_computed_at_the_end", "batch_eval_metrics",
               lambda run: run["task"] == "sequence_classification" and run["batch_eval_metrics"],
               "cannot be combined with the metrics of train.py", "leave it out",
-              "train.py's metrics need all predictions at once, and take no `compute_result`."),
+              "train.py's metrics need all predictions at once, and do not accept `compute_result`."),
     error_row("labels_have_one_name", "label_names",
               lambda run: run["label_names"] not in (None, ["labels"]) and run["eval_strategy"] != "no",
               "{label_names} are not in the batches of train.py", "leave it out",

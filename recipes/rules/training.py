@@ -42,8 +42,8 @@ from recipes.run.recorded import began_from
 
 @rule
 def nested_settings_are_known(run):
-    """fsdp_config silently accepts any key. In the other settings a misspelt key fails only in the
-    first step, or the library's error does not name the setting.
+    """fsdp_config silently accepts any key. In other nested settings a misspelt key fails only in
+    the first step, or the library's error does not name the setting.
     """
     names = ("accelerator_config", "gradient_checkpointing_kwargs", "fsdp_config")
     sections = {name: mapping(run[name]) for name in names}
@@ -58,7 +58,7 @@ def nested_settings_are_known(run):
 
 @rule
 def nested_files_can_be_read(run):
-    """Every rank ends in `FileNotFoundError`, after rules have judged a run without the file."""
+    """Without the file, rules judge nothing, and every rank ends in `FileNotFoundError`."""
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         value = run[name]
         if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
@@ -67,7 +67,7 @@ def nested_files_can_be_read(run):
             yield problem(run, name, what, "give a JSON object, or the path of a file with one")
 
 
-# Name in `report_to` -> the modules of which one is needed, where the names differ.
+# Name in `report_to` -> modules, if the names differ. One of the modules must be installed.
 _REPORTED_BY = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "", "tensorboard": "tensorboard tensorboardX"}
 
 
@@ -83,7 +83,7 @@ def reports_have_their_packages(run):
 
 @rule
 def fit_chooses_the_micro_batch(run):
-    """--fit searches for the micro-batch: if the user sets it, nothing is left to search for."""
+    """--fit searches for the micro-batch. If the user sets one, nothing is left to search for."""
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps") if run["fit"] else ():
         if run.explicit(name):
             yield problem(run, name, "is the value that --fit searches for", "leave it out, or leave --fit out")
@@ -94,7 +94,7 @@ def fit_chooses_the_micro_batch(run):
 
 @rule
 def yaml_compiles_what_the_arguments_do_not(run):
-    """A dynamo backend in the YAML compiles despite `torch_compile=False`. DeepSpeed ignores it."""
+    """A YAML's dynamo backend compiles despite `torch_compile=False`. DeepSpeed ignores it."""
     backend = run.engine.dynamo_backend
     if backend == "no":
         return
@@ -110,14 +110,14 @@ def yaml_compiles_what_the_arguments_do_not(run):
 def yaml_precision_agrees_with_arguments(run):
     """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`.
 
-    fp16 or bf16 in TrainingArguments wins over the YAML. If the user wrote it, that is only advice.
+    fp16 or bf16 among the arguments wins over the YAML. The rule only advises if the user wrote it.
     """
     asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
     given = run.engine.mixed_precision
     if given in ("no", asked) or (given == "fp8" and asked == "no") or given not in ("bf16", "fp16", "fp8"):
         return
     if given != "fp8" and asked != "no" and run.explicit(asked):
-        yield in_yaml(run, "mixed_precision", f"{given} is ignored: --{asked} wins", "write 'no' there", "advice")
+        yield in_yaml(run, "mixed_precision", f"{given} is ignored: --{asked} wins", "mixed_precision: 'no'", "advice")
         return
     what = f"{given} contradicts the run, which asks for {'fp32' if asked == 'no' else asked}"
     instead = f"--{asked} false for fp8" if given == "fp8" else f"--{given} for the run"
@@ -137,7 +137,7 @@ def torch_has_kernels_for_the_card(run):
         return
     what = f"torch {numbers[0]}.{numbers[1]} has kernels for {run.hardware.gpus[0].name} only if built for CUDA 12.6"
     fix = "install a torch built for CUDA 12.6: see torch's installation page"
-    is_certain = built[:2] in ("", "cu") and not run.place.is_elsewhere  # another torch may be installed there
+    is_certain = built[:2] in ("", "cu") and not run.place.is_elsewhere  # the other machine may have another torch
     yield Problem("gpu", what, fix, "torch's release notes", "error" if is_certain else "advice")
 
 
@@ -148,7 +148,7 @@ def torch_has_kernels_for_the_card(run):
 def warmup_ends_before_the_run(run):
     """The learning rate silently never reaches its full value.
 
-    If epochs set the length of the run, train.py calls `warmup_within` once it has loaded the data.
+    If epochs set the length of the run, train.py calls `warmup_within` after loading the data.
     """
     if run["max_steps"] > 0:
         yield from warmup_within(run, run["max_steps"])
@@ -199,8 +199,8 @@ def pushed_to(run: Settings) -> str:
 
 
 def _resumes_from_nothing(run: RunSpec) -> bool:
-    """True if the checkpoint is missing. False if the run in the output folder began from it: that
-    run has later checkpoints of its own.
+    """True if the checkpoint is missing. False if the run in the output folder began from it,
+    because that run has later checkpoints of its own.
     """
     wanted = run["resume_from_checkpoint"]
     if not wanted or str(wanted).lower() == "true" or run["fresh"]:
@@ -212,15 +212,15 @@ def _saves_in_shards(run: RunSpec) -> bool:
     """True if FSDP saves a SHARDED_STATE_DICT, which is accelerate's default for FSDP2."""
     default = "SHARDED_STATE_DICT" if fsdp_version(run) == 2 else "FULL_STATE_DICT"
     saved_as = str(fsdp_section(run).get("state_dict_type") or default).upper()
-    return uses_fsdp(run) and saved_as in ("SHARDED_STATE_DICT", "3")  # its number in torch's StateDictType
+    return uses_fsdp(run) and saved_as in ("SHARDED_STATE_DICT", "3")  # 3: the number in torch's StateDictType
 
 
 @rule
 def zero3_saves_whole_weights(run):
     """If zero3_save_16bit_model is off, ZeRO-3 prints a warning and saves no model.safetensors.
 
-    DeepSpeed's tensor parallelism does the same at any stage, and `zero_to_fp32.py` cannot read its
-    checkpoints either. In all cases train.py saves a whole model at the end.
+    Under DeepSpeed's tensor parallelism this happens at any stage, and `zero_to_fp32.py` cannot
+    read the checkpoints either. In all cases train.py saves a whole model at the end.
     """
     divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp > 1)
     if not divided or run["save_strategy"] == "no":

@@ -15,10 +15,10 @@ ARITHMETIC = "batch arithmetic"
 
 @dataclass(frozen=True)
 class Batch:
-    """`micro` examples per process and micro-batch, `accumulation` micro-batches per step.
+    """The global batch as `micro` examples per process x `accumulation` x `data_parallel`.
 
-    `data_parallel` counts the processes, or groups of processes, that train on their own examples.
-    `source` names what chose a micro-batch that the user did not write: arithmetic, or `--fit`.
+    `data_parallel` is the number of processes, or groups of processes, with their own examples. If
+    the user did not write the micro-batch, `source` says what chose it: arithmetic, or `--fit`.
     """
 
     micro: int
@@ -37,13 +37,13 @@ class Batch:
 
 
 def data_parallel_size(world: int, parallelism: Parallelism) -> int:
-    """The number of process groups that train on their own examples.
+    """Return the number of process groups, each of which trains on its own examples.
 
-    Raises `UserError` if the world size is no multiple of the processes that share examples.
+    Raises `UserError` if the world size is not a multiple of the size of a group.
     """
     sharing = parallelism.sharing
     if world % sharing:
-        what = f"{world} cannot be divided by {parallelism}: each group of {sharing} processes shares its examples"
+        what = f"{world} is not a multiple of {sharing}, the number of processes that share examples ({parallelism})"
         raise mistake("num_processes", what, f"--num_processes {_multiples(world, sharing)}")
     return world // sharing
 
@@ -91,6 +91,6 @@ def split(
 
 
 def _multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` next to a number: for unit 4, `4 or 8` at 6, and `4` at 3."""
+    """Return the multiples of `unit` around a number, without 0. For 6 and unit 4: `4 or 8`."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)

@@ -16,14 +16,14 @@ from recipes.legal import moved
 from recipes.run.files import expanded, nearest, read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
 
-NOTHING_SIMILAR = "`recipes train --help` lists them"
+NOTHING_SIMILAR = "see `recipes train --help` for all names"
 
 
 def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
     """Read the settings of a command line. Mistakes are added to `problems`.
 
-    Flags are `--name value`, `--name=value`, `--flag` or `--no_flag`. A dash in a name is an
-    underscore, as for Hugging Face's parser.
+    Flags are `--name value`, `--name=value`, `--flag` or `--no_flag`. A dash in a name counts
+    as an underscore, as in Hugging Face's parser.
     """
     raw: dict[str, str | list[str] | bool] = {}
 
@@ -32,10 +32,10 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
 
     for flag, values in _flags(argv):
         if not flag:
-            wrong(values[0], "is not a flag", "flags are written --name value")
+            wrong(values[0], "is not a flag", "write flags as --name value")
             continue
         name, is_off = _name_of(flag)
-        if is_off:  # with a value it is not a flag
+        if is_off:  # `--no_NAME VALUE` is not a legal flag
             name, values = (f"no_{name}", values) if values else (name, ["false"])
         known = legal.settings().get(name)
         if name in raw:
@@ -44,13 +44,13 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
             wrong(f"--{name}", "needs a value", _expected(known, "--"))
             continue
         if known and len(values) > 1 and "list" not in known.types:
-            wrong(f"--{name}", f"takes one value, got {' '.join(values)!r}", "quote it")
+            wrong(f"--{name}", f"needs one value, got {' '.join(values)!r}", "put the value in quotes")
         raw[name] = values if len(values) > 1 else values[0] if values else True
     return accept(raw, COMMAND_LINE, problems)
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with its values. A word that belongs to no flag comes with an empty flag."""
+    """Yield each flag with its values. The flag is empty for a word that belongs to none."""
     rest = list(argv)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
@@ -64,7 +64,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _name_of(flag: str) -> tuple[str, bool]:
-    """The setting that a flag such as `--global-batch-size` sets, and True for a `--no_flag`."""
+    """The setting that a flag such as `--global-batch-size` sets, and True for `--no_NAME`."""
     name = flag[2:].replace("-", "_")
     known = legal.settings().get(name.removeprefix("no_"))
     is_off = name not in legal.settings() and known is not None and "bool" in known.types
@@ -72,7 +72,7 @@ def _name_of(flag: str) -> tuple[str, bool]:
 
 
 def with_flags(argv: Sequence[str], flags: Settings) -> list[str]:
-    """Replace flags of a command line, and add those that are missing. None removes a flag."""
+    """Return a command line with `flags` replaced or added. A value of None removes the flag."""
     changed, replaced = [], False
     for argument in argv:
         if argument.startswith("--"):
@@ -97,7 +97,7 @@ def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
 
 
 def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> dict[str, Setting]:
-    """Keep settings of a known name and the right type; all others are added to `problems`."""
+    """Return the settings with a known name and a legal value. Add the others to `problems`."""
     accepted = {}
     for name, value in values.items():
         known = legal.settings().get(str(name))
@@ -109,7 +109,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
             problems.append(Problem(name, f"is the new name of {used}, and both are given", "write one", source))
         try:
             value = coerce(value, known)
-            if used == "output_dir" and value:  # only TrainingArguments would expand ~
+            if used == "output_dir" and value:  # otherwise only TrainingArguments expands ~
                 value = str(expanded(value))
             accepted[used] = Setting(value, source)
         except ValueError as error:
@@ -118,7 +118,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
 
 
 def unknown(name: str, source: str) -> Problem:
-    """The problem with a name that is no setting: renamed, removed, used elsewhere, or misspelt."""
+    """The problem of an unknown name: renamed, removed, legal in another place, or misspelt."""
     if name in moved.RENAMED:
         what, new = moved.RENAMED[name]
         return Problem(name, what, f"--{new}" if source == COMMAND_LINE and new in legal.settings() else new, source)
@@ -130,7 +130,7 @@ def unknown(name: str, source: str) -> Problem:
 
 
 def belongs(name: str) -> str:
-    """Where a name belongs that is legal in another place; empty if it is legal nowhere."""
+    """Return where an unknown name belongs; empty if the name is legal nowhere."""
     if name in legal.names("ddp") and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")
@@ -147,15 +147,15 @@ _EXPONENT = r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"
 def coerce(value: object, known: legal.Field) -> Any:
     """Convert `value` to the field's type. Raises `ValueError` with what is wrong.
 
-    Text is read as a number where the field takes one: a command line has only text, and YAML reads
-    `1e-5` as text.
+    If the field needs a number, text is read as a number, because a command line has only text, and
+    YAML reads `1e-5` as text.
     """
     types = known.types
     if hasattr(value, "tp_size"):
         return value
     value = _plain(value)
     if value is False and "no" in known.choices:
-        value = "no"  # YAML reads it as false without quotes
+        value = "no"  # YAML reads `no` without quotes as false
     if isinstance(value, str):
         value = _from_text(value, types)
     if value is None and known.name == "report_to":
@@ -165,7 +165,7 @@ def coerce(value: object, known: legal.Field) -> Any:
     if known.name == "dataset_columns" and isinstance(value, list):
         mixture.new_columns(value)
     if isinstance(value, list) and not all(isinstance(entry, (str, Enum)) for entry in value):
-        raise ValueError(f"takes a list of text, got {value!r}")
+        raise ValueError(f"needs a list of text, got {value!r}")
     if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
     if isinstance(value, dict):  # YAML reads only `1.0e-6` as a number, and `1e-6` as text
@@ -173,9 +173,9 @@ def coerce(value: object, known: legal.Field) -> Any:
         value = {key: float(entry) if is_number[key] else entry for key, entry in value.items()}
     fits = type(value).__name__ in types or (type(value) is int and "float" in types)
     if not fits and not (value is None and "None" in types):
-        raise ValueError(f"takes {_names(types)}, got {'nothing' if value is None else repr(value)}")
+        raise ValueError(f"needs {_names(types)}, got {'nothing' if value is None else repr(value)}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"takes a finite number, got {value}")
+        raise ValueError(f"needs a finite number, got {value}")
     if known.choices and isinstance(value, str) and value not in known.choices:
         raise ValueError(f"{value!r} is not one of its values")
     return value
@@ -217,7 +217,7 @@ def _names(types: frozenset[str]) -> str:
 
 
 def _expected(known: legal.Field, dashes: str) -> str:
-    """The fix for a wrong value. `dashes` is `--` if the setting was written on a command line."""
+    """Return the fix for a wrong value. `dashes` is `--` if the value is from a command line."""
     if known.name == "parallelism_config":
         return 'a DeepSpeed JSON with "tensor_parallel": {"autotp_size": 2}; for FSDP, dp_ sizes in an Accelerate YAML'
     if known.choices:
@@ -226,6 +226,6 @@ def _expected(known: legal.Field, dashes: str) -> str:
         return "a name, a list of names, or in a file entries such as {name: data.jsonl, weight: 2}"
     if known.name == "dataset_columns":
         return f"{dashes}dataset_columns question=prompt answer=completion"
-    # Some JSON objects may be the path of a file, others not: an object is right for all.
+    # Some of these settings also accept the path of a JSON file. All accept an object.
     kind = 'a JSON object: {"name": value}' if "dict" in known.types else _names(known.types)
     return f"{dashes}{known.name} with {kind}"

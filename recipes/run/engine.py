@@ -1,6 +1,6 @@
-"""Engines (DDP, FSDP, DeepSpeed, one process), as YAMLs, JSONs, arguments and variables name them.
+"""Reads engines (DDP, FSDP, DeepSpeed, one process) from YAMLs, JSONs, arguments and variables.
 
-`place.engine_for` decides which of these sources counts for a run.
+`place.engine_for` decides which of these sources wins in a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES = {
     "context": "cp_size",
     "sequence": "sp_size",
 }
-_SIZE = "parallelism_config_"  # before each name in a YAML and in variables
+_SIZE = "parallelism_config_"  # the prefix of each name in a YAML and in variables
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Parallelism:
     """The sizes of accelerate's ParallelismConfig, and `autotp`, DeepSpeed's `autotp_size`.
 
     Tensor parallelism gives several processes the same examples, so the data are divided over fewer
-    groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would do the
-    same: a rule refuses both. With replicas and shards (HSDP) each process has its own examples.
+    groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would also do
+    so, but a rule refuses both. With replicas and shards (HSDP) each process has its own examples.
     `source` is the file or argument that sets the sizes; empty if nothing does. A value that is not
-    a count is read as 1: the probe asks accelerate and DeepSpeed, who refuse it.
+    a whole number above 0 is read as 1; `rules.probe` lets accelerate and DeepSpeed refuse it.
     """
 
     replicate: int = 1
@@ -59,7 +59,7 @@ class Parallelism:
 
 
 def sizes_of(values: Mapping[str, Any], source: str, prefix: str = "") -> Parallelism:
-    """Read the sizes from keyword arguments, a YAML's keys or variables; digits may be text."""
+    """Read the sizes from keyword arguments, a YAML's keys or variables. Numbers may be text."""
     read = {field: _count(values.get(f"{prefix}{name}")) for field, name in SIZES.items()}
     return Parallelism(**read, source=source)
 
@@ -117,14 +117,14 @@ _KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": 
 
 
 def from_yaml(path: str | Path) -> Engine:
-    """Read the engine of an Accelerate YAML. The rules report illegal values, so none raises here.
+    """Read the engine of an Accelerate YAML. An illegal value raises nothing: a rule reports it.
 
-    Raises `UserError` for an empty file, on which `accelerate launch` ends in a traceback.
+    Raises `UserError` for an empty file, because `accelerate launch` would end in a traceback.
     """
     raw = read_yaml(path, "--accelerate_config")
     if not raw:
         fix = "a file with compute_environment, distributed_type and num_processes, or one of `recipes where`"
-        raise mistake("--accelerate_config", f"{path} is empty, which accelerate launch refuses", fix)
+        raise mistake("--accelerate_config", f"{path} is empty, and accelerate launch refuses an empty file", fix)
     kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false
     dynamo, sizes = _section(raw, "dynamo_config"), _section(raw, "parallelism_config")
     processes = _number(raw.get("num_processes"))
@@ -161,7 +161,7 @@ _DEEPSPEED_VARIABLES = {
 
 
 def from_environment(environment: Mapping[str, str]) -> Engine | None:
-    """The engine that `accelerate launch` or torchrun has set up; None without either."""
+    """The engine that `accelerate launch` or torchrun has set up; None if no launcher did."""
     engine = Engine(
         kind="single",
         source="the launcher",
@@ -195,7 +195,7 @@ def launch_environment(engine: Engine) -> dict[str, str]:
 
 
 def deepspeed_json(section: Json) -> Json | None:
-    """The DeepSpeed JSON that a YAML's section names or holds; None if none can be read."""
+    """The DeepSpeed JSON that a YAML's section names or holds; None if it cannot be read."""
     named = section.get("deepspeed_config_file")
     return named if isinstance(named, dict) else read_json(str(named))[0] if named else None
 
@@ -225,9 +225,9 @@ def _device(section: object, plain: object) -> str:
 
 
 def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
-    """Read the engine of Trainer's own `--fsdp` (its words) and of `--fsdp_config` (`config`).
+    """Return the engine with Trainer's own `--fsdp` (`words`) and `--fsdp_config` (`config`).
 
-    Trainer's FSDP version wins over the launch's. Offload is on if either of the two asks for it.
+    Trainer's FSDP version wins over the launch's. Both can turn on offload.
     """
     content = config if isinstance(config, Mapping) else read_json(str(config or ""))[0] or {}
     section = {str(key).removeprefix("fsdp_"): value for key, value in content.items()}
@@ -236,7 +236,7 @@ def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
 
 
 def _as_fsdp(engine: Engine, version: object, offload: object) -> Engine:
-    """Make the engine FSDP of this version. FSDP offloads parameters and optimizer together."""
+    """Return the engine as FSDP of this version. Parameters and optimizer offload together."""
     device = "cpu" if str(offload).lower() in ("true", "1") else "none"
     return replace(engine, kind="fsdp", fsdp_version=_int(version), offload_optimizer=device, offload_param=device)
 

@@ -13,12 +13,12 @@ from recipes.legal.schema import Json, hf_home
 
 
 def expanded(name: str | Path) -> Path:
-    """The path with ~ expanded. An unknown user's ~name stays as it is; Path.expanduser raises."""
+    """Expand ~ in a path. An unknown ~user stays as it is, whereas Path.expanduser would raise."""
     return Path(os.path.expanduser(name))  # noqa: PTH111
 
 
 def existing_path(name: str | None) -> Path | None:
-    """The file or folder of this name; None if there is none here."""
+    """The file or folder of this name; None if it does not exist here."""
     path = expanded(name or "")
     return path if name and os.path.exists(path) else None  # noqa: PTH110, Path.exists raises for a long name
 
@@ -36,7 +36,7 @@ def shipped(name: str, folder: str = "accelerate_configs") -> Path:
 
 
 def launch_with(name: str) -> str:
-    """`accelerate launch --config_file ...` with a shipped YAML, as a person would type it."""
+    """Return the command `accelerate launch --config_file ...` with the path of a shipped YAML."""
     path = shipped(name)
     near = path.is_relative_to(Path.cwd())
     return f"accelerate launch --config_file {path.relative_to(Path.cwd()) if near else path}"
@@ -68,11 +68,11 @@ def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
-    """Read the mapping in a YAML file. Raises `UserError` about the flag `subject` without one.
+    """Read the mapping in a YAML file. Without one, raise `UserError` about the flag `subject`.
 
-    With `as_text` every value stays text: YAML would read `8:00:00` as 28800.
+    With `as_text` every value stays text, because YAML would read `8:00:00` as 28800.
     """
-    import yaml  # `recipes list` needs none
+    import yaml  # here, because `recipes list` does not need it
 
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
         raise mistake(subject, f"{path} cannot be read: {reason}", "the path of an existing YAML file") from None
     try:
         content = yaml.load(text, yaml.BaseLoader if as_text else yaml.SafeLoader) or {}
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # `2026-13-13` is no date
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # `2026-13-13` is an illegal date
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise mistake(subject, f"{path} is not valid YAML{line}", "one `name: value` on each line") from None

@@ -17,7 +17,7 @@ from recipes.run.files import expanded, hf_home
 
 _METHOD = "sha256-"
 _BLOCK_BYTES = 1 << 16
-_BLOCKS = 4096  # of more than 256 MiB: reading terabytes would take hours
+_BLOCKS = 4096  # read from more than 256 MiB of data, because reading terabytes would take hours
 
 # The files that transformers reads from a model's folder. The folder may hold other files too.
 MODEL_FILES = (
@@ -27,7 +27,7 @@ MODEL_FILES = (
 
 
 def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
-    """Hash a local file, or all files in a folder. Returns None for data of the Hub, and if a file
+    """Hash a local file, or all files in a folder. Returns None for data on the Hub, and if a file
     cannot be read.
 
     Without data, hash the demonstration's texts: the standard library of this Python. The hash of a
@@ -59,7 +59,7 @@ def of_model(name: str | None, revision: str = "main") -> str | None:
         return _hash_of((file for pattern in MODEL_FILES for file in folder.glob(pattern)), folder)
     if re.fullmatch(r"[0-9a-f]{40}", revision):
         return f"commit {revision}"
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")  # its older name
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")  # the older name of the variable
     cache = Path(named or hf_home(os.environ) / "hub")
     try:
         reference = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
@@ -69,7 +69,7 @@ def of_model(name: str | None, revision: str = "main") -> str | None:
 
 
 def differ(one: object, other: object) -> bool:
-    """True if two fingerprints differ. An unknown fingerprint (None) never counts as different."""
+    """True if two known fingerprints differ; False if one of the two is unknown (None)."""
     return isinstance(one, str) and isinstance(other, str) and one != other
 
 
@@ -80,13 +80,13 @@ def _hash_of(files: Iterable[Path], folder: Path | None = None) -> str | None:
         sizes = {file: file.stat().st_size for file in sorted({file for file in files if file.is_file()})}
         step = max(_BLOCK_BYTES, sum(sizes.values()) // _BLOCKS)
         for file, size in sizes.items():
-            # A single file is the same data under another name, but not under another ending.
+            # A single file keeps its fingerprint under another name, but not with another suffix.
             name = file.suffix if file == folder else file.relative_to(folder) if folder else file.name
             digest.update(f"{name} {size}\n".encode(errors="surrogateescape"))
             with file.open("rb") as stream:
                 for start in [*range(0, size, step), max(0, size - _BLOCK_BYTES)]:
                     stream.seek(start)
                     digest.update(stream.read(_BLOCK_BYTES))
-    except OSError:  # whoever reads the data or the model says so
+    except OSError:  # the code that reads the data or the model reports the error
         return None
     return f"{_METHOD}{digest.hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""fit.json: the micro-batch that `--fit` found, and the training and devices it was found for."""
+"""Reads fit.json: the micro-batch that `--fit` found, and the training and devices it is for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SETTINGS = (
 
 
 def identity(run: RunSpec) -> Json:
-    """Describe the run that a fit is valid for: settings, world, devices and data, as JSON."""
+    """Return the settings, world size, devices and data that a fit is valid for, as JSON."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}

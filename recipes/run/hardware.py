@@ -41,12 +41,12 @@ class Hardware:
 
     @property
     def can_shard(self) -> bool:
-        """True if FSDP shards here. On a CPU accelerate ignores it, and trains plain DDP."""
+        """True if FSDP shards here. On a CPU, accelerate ignores FSDP and trains plain DDP."""
         return self.cuda
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The lowest compute capability among the GPUs; (0, 0) without one."""
+        """The lowest compute capability among the GPUs; (0, 0) without a GPU."""
         return min((gpu.capability for gpu in self.gpus), default=(0, 0))
 
     @property
@@ -77,11 +77,11 @@ def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
     The number is the process's CPU affinity or its container's limit, whichever is lower.
     `docker --cpus` and Kubernetes' `limits` restrict CPU time, which the affinity does not show. A
-    limit of 1.5 cores counts as 1. joblib.cpu_count reads the same file, and is slow to import.
+    limit of 1.5 cores counts as 1. joblib.cpu_count reads the same file, but is slow to import.
     """
-    affine = hasattr(os, "sched_getaffinity")  # of a Slurm job or a container, not of the machine
+    affine = hasattr(os, "sched_getaffinity")  # the cores of a Slurm job or container, not of the machine
     cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         quota, period = map(int, limit.read_text().split())
         cores = min(cores, quota // period)
     return max(1, cores)

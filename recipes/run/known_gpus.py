@@ -2,9 +2,9 @@
 
 A GPU has three memory sizes: the size on the box, the total that nvidia-smi shows, and the memory
 that CUDA and torch can allocate. The driver keeps 0.25 to 0.9 GiB of the total for itself, so a
-plan must fit the third size. `torch_bytes` is the smallest such size that was seen, since it varies
-with the driver. ECC is as shipped: on for data centre GPUs, where it takes a sixteenth of GDDR6
-memory, and off for RTX A6000 and RTX 6000 Ada.
+plan must fit the third size. It varies with the driver: `torch_bytes` is the smallest value seen.
+ECC is as shipped: on for data centre GPUs, where it takes a sixteenth of GDDR6 memory, and off for
+RTX A6000 and RTX 6000 Ada.
 
 Peaks are for dense matrices with fp32 accumulation at the boost clock: half of what a datasheet
 shows "with sparsity". The table known_gpus.csv has sizes in MiB, as nvidia-smi and torch print
@@ -49,7 +49,7 @@ def find(name: str) -> KnownGpu:
     if cards:
         names = " or ".join(gpu.name for gpu in cards)
         raise mistake("gpu", f"{name!r} is the name of {len(cards)} cards", f"write {names}")
-    fix = f"one of {', '.join(gpu.name for gpu in same_chip or CATALOGUE)}; or for `recipes plan` --gpu_memory GB"
+    fix = f"one of {', '.join(gpu.name for gpu in same_chip or CATALOGUE)}; or, for `recipes plan`, --gpu_memory GB"
     raise mistake("gpu", f"{name!r} is not in the catalogue", fix)
 
 
@@ -60,7 +60,7 @@ def _read(name: str) -> tuple[str, int | None]:
     if size:
         spelling = spelling.replace(size[0], " ", 1)
     chip = re.sub(r"nvidia|tesla|geforce|rtx|generation|tensor core|gpu|sxm\d?|hbm\d?e?| ", "", spelling)
-    if not chip.startswith(("h", "v")):  # only of these chips is the PCIe card another product
+    if not chip.startswith(("h", "v")):  # only for these chips is the PCIe card a different product
         chip = chip.removesuffix("pcie")
     return chip, int(size[1]) if size else None
 

@@ -9,12 +9,12 @@ from typing import Any
 from recipes.run.files import Json, existing_path, read_json
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
-_TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # as get_text_config looks for them
+_TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # the names that get_text_config looks for
 
-# The names that types of models have for their longest sequence.
+# The configuration keys for the longest sequence; model types use different keys.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 
-# Types that number positions from `pad_token_id + 1`: they never use the position embeddings below.
+# Types that number positions from `pad_token_id + 1`. They never use smaller positions.
 OFFSET_POSITIONS = {
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -46,23 +46,23 @@ def is_git_lfs_pointer(file: Path) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's section of a configuration, or the configuration if it has no sections."""
+    """The decoder's section of a configuration, or the whole configuration if it has no section."""
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """True if the weights are a sequence classifier's: they load into a language model without an
-    error.
+    """True for the weights of a sequence classifier, which would load into a language model without
+    an error.
     """
     names = config.get("architectures")
     return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence, in tokens, that the model has positions for. None: no limit."""
+    """The longest sequence, in tokens, that the model has positions for. None means no limit."""
     text = text_config(config)
     positions = next((text[name] for name in _POSITIONS if name in text), None)
-    if not isinstance(positions, int) or positions <= 0:  # DeBERTa says -1
+    if not isinstance(positions, int) or positions <= 0:  # DeBERTa has -1
         return None
     if str(text.get("model_type")) not in OFFSET_POSITIONS:
         return positions

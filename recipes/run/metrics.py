@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# By transformers' `problem_type`. macro: the mean over the classes; weighted: by their examples;
-# micro: over all labels of all examples at once.
+# Metrics by transformers' `problem_type`. macro: the mean over the classes; weighted: the mean
+# weighted by examples per class; micro: over all labels of all examples at once.
 METRICS = {
     "single_label_classification": ("accuracy", "f1_macro", "f1_weighted", "precision_macro", "recall_macro"),
     "multi_label_classification": (
@@ -17,7 +17,7 @@ _SMALLER = ("loss", "mse", "mae")
 
 def smaller_is_better(metric: str) -> bool | None:
     """True if a smaller value of this metric is better. The name may start with `eval_`. None for a
-    metric of the user's own script.
+    metric that train.py does not report.
     """
     name = metric.removeprefix("eval_")
     if name in _SMALLER:

@@ -9,8 +9,8 @@ A YAML states a base and the changes to it, each value with its reason, as the c
     changes:
       learning_rate: [5.0e-5, best of the three that we tried]
 
-A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Its name
-is `mine.py:function`. One such recipe may be based on another.
+A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Write it
+as `--recipe mine.py:function`. In Python, the base may also be a recipe of your own.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from recipes.run.command_line import accept, unknown
 from recipes.run.files import existing_path, find_yaml, nearest, read_yaml, shipped
 from recipes.run.spec import BATCH_FIELDS, Setting
 
-_OF_A_RECIPE = ("engine", "micro_batch_cap")  # its values that are no settings of train.py
+_OF_A_RECIPE = ("engine", "micro_batch_cap")  # keys that are not settings of train.py
 _KEYS = ("base", "purpose", *_OF_A_RECIPE, "changes")
-# `resolve` reads these before a function of the run could decide them.
+# `resolve` reads these values too early for a function of the run to decide them.
 _EARLY = (*BATCH_FIELDS, *_OF_A_RECIPE, "model_name_or_path", "dataset_name", "use_cpu", "output_dir", "deepspeed")
 
 
@@ -51,10 +51,10 @@ def find_recipe(name: str) -> Recipe:
 
 
 def own_settings(recipe: Recipe) -> dict[str, Setting]:
-    """The fixed values of a user's own recipe, as settings that the user wrote.
+    """Return the fixed values of a user's own recipe as settings that the user wrote.
 
-    Rules that ask whether the user wrote a setting then find these written. Values of the shipped
-    base, and values that depend on the run, are decided as in every recipe.
+    `run.explicit` is then True for these settings. Values of the shipped base, and values that
+    depend on the run, are decided as in every recipe.
     """
     values = recipe.changes.items() if recipe.files else ()
     stated = {name: value for name, value in values if isinstance(value, tuple) and name not in _OF_A_RECIPE}
@@ -64,7 +64,7 @@ def own_settings(recipe: Recipe) -> dict[str, Setting]:
 def _from_yaml(file: str) -> Recipe:
     content = read_yaml(file, "recipe")
     if "base" not in content:
-        fix = "base: fast, or another recipe; a file of settings is for --config, an Accelerate YAML for the launcher"
+        fix = "write base: fast, or another recipe; settings belong to --config, an Accelerate YAML to the launcher"
         raise mistake("recipe", f"{file} has no base", fix)
     base = str(content["base"])
     if base not in RECIPES:
@@ -73,7 +73,7 @@ def _from_yaml(file: str) -> Recipe:
     changes = content.get("changes") or {}
     problems = [_unknown_key(str(key), file) for key in content if key not in _KEYS]
     if not isinstance(changes, dict):
-        problems.append(Problem("changes", "are not settings", 'lines such as seed: [3, "the reason"]', file))
+        problems.append(Problem("changes", "is not a mapping", 'write lines such as seed: [3, "the reason"]', file))
         changes = {}
     own = {name: content[name] for name in _OF_A_RECIPE if name in content}
     purpose = content.get("purpose") or ""
@@ -81,7 +81,7 @@ def _from_yaml(file: str) -> Recipe:
 
 
 def _unknown_key(key: str, file: str) -> Problem:
-    fix = f'below changes, as {key}: [value, "the reason"]' if key in legal.settings() else nearest(key, _KEYS)
+    fix = f'in changes, write {key}: [value, "the reason"]' if key in legal.settings() else nearest(key, _KEYS)
     return Problem(key, "is not a key of a recipe", fix or f"one of {', '.join(_KEYS)}", file)
 
 
@@ -96,7 +96,7 @@ def _from_python(file: str, name: str) -> Recipe:
     if not isinstance(recipe, Recipe):
         what = f"{file} has no function {name!r} that returns a Recipe"
         raise mistake("recipe", what, f"use {file}:NAME, where NAME is a function with `return fast().but(...)`")
-    while recipe.base and recipe.base.name not in RECIPES:  # written by the user too
+    while recipe.base and recipe.base.name not in RECIPES:  # the base is the user's own too
         recipe = replace(recipe, changes={**recipe.base.changes, **recipe.changes}, base=recipe.base.base)
     return _checked(replace(recipe, files=(file,)), [])
 
@@ -109,24 +109,24 @@ def _run(file: str, function: Callable, *arguments: object) -> Any:
         raise
     except (Exception, SystemExit) as error:
         what = f"{file} raises {type(error).__name__}: {one_line(error)}"
-        raise mistake("recipe", what, "mend the file", file) from None
+        raise mistake("recipe", what, "correct the file", file) from None
 
 
-# --- Its values -----------------------------------------------------------------------------------
+# --- The values of a recipe -----------------------------------------------------------------------
 
 
 def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
-    """Check each change's name and type, and find the engine's YAML.
+    """Check a recipe's name, purpose and changes, and find its engine's YAML.
 
-    Raises `UserError` with the given `problems` and all that are found here.
+    Raises `UserError` with the given `problems` and the problems that are found here.
     """
     file, changes = recipe.files[0], {}
     if recipe.name in RECIPES or not re.fullmatch(r"[\w.-]+", recipe.name):
         taken = "is the name of a shipped recipe" if recipe.name in RECIPES else "cannot name a recipe"
-        fix = "another name, of letters, digits, dots, - and _: folders and jobs are named after it"
+        fix = "use another name, of letters, digits, dots, - and _: folders and jobs will have this name"
         problems.append(Problem("recipe", f"{recipe.name!r} {taken}", fix, file))
     if not _is_text(recipe.purpose):
-        problems.append(Problem("purpose", "is missing", "a line that says what the recipe is for", file))
+        problems.append(Problem("purpose", "is missing", "add a line that says what the recipe is for", file))
     for name, value in recipe.changes.items():
         try:
             changes[legal.ALIASES.get(name, name)] = _change(str(name), value, file)
@@ -138,7 +138,7 @@ def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
 
 
 def _change(name: str, value: Any, file: str) -> Value | None:
-    """Check one change, and return it as the catalogue writes it. Raises `UserError`."""
+    """Check one change, and return it in the form of the catalogue. Raises `UserError`."""
     if name in _OF_A_RECIPE:
         return _of_a_recipe(name, value, file)
     if name not in legal.settings():
@@ -158,14 +158,14 @@ def _of_a_recipe(name: str, value: Any, file: str) -> Decision:
         found = find_yaml(str(value), name, beside=file, source=file)
         return found.name if found == shipped(found.name) else str(found.resolve()), reason
     if type(value) is not int or value < 1:
-        raise mistake(name, f"is {value!r}", "a whole number of examples per process", file)
+        raise mistake(name, f"is {value!r}", "write a whole number of examples per process", file)
     return value, reason
 
 
 def _decision(name: str, pair: Any, file: str) -> Decision:
-    """Convert a value to its type, and check its reason. Raises `UserError` for either."""
+    """Convert a value to its setting's type, and check that it has a reason. Raises `UserError`."""
     is_words = _is_pair(pair) and "list" in legal.settings()[name].types and isinstance(pair[0], str)
-    if not _is_pair(pair) or (is_words and " " not in pair[1].strip()):  # [q_proj, v_proj] is a list of two
+    if not _is_pair(pair) or (is_words and " " not in pair[1].strip()):  # [q_proj, v_proj] is a value, not a pair
         value = repr(pair) if isinstance(pair, (str, int, float)) else "value"
         raise mistake(name, "has no reason", f'[{value}, "the reason"]', file)
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""The place of a run (processes, machine, launch), and the engine that trains there."""
+"""Where a run trains (processes, machine, launch), and the engine that trains it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Place:
     """The processes of a run and their machine, before the launch or in a launched process.
 
     `world_size` counts all processes, `local_world_size` the processes of one node. `packages` are
-    those known to be installed on the machine that will train; None if the run trains in this
+    known to be installed on another machine, which will train; None if the run trains in this
     environment. `yaml` is the engine of the Accelerate YAML that the user names for the launch;
     None means that the recipe decides. `launched` is True in a process of train.py: its environment
-    variables then say which engine the launcher has set up. `trained_by` is train.py, the user's
+    variables then show which engine the launcher has set up. `trained_by` is train.py, the user's
     own script, or nobody: a plan needs neither a model nor data, and trains nothing.
     """
 
@@ -67,7 +67,7 @@ def here(
     if "hardware" not in known:
         known["hardware"] = hardware.read()
     environment = dict(known.pop("environment", os.environ))
-    if yaml and yaml.kind != "deepspeed":  # its launcher exports its own
+    if yaml and yaml.kind != "deepspeed":  # its launcher overwrites these variables
         environment = {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_DYNAMO_")}
     return Place(size, local_world_size or size, environment=environment, yaml=yaml, **known)
 
@@ -76,8 +76,8 @@ def here(
 
 
 def launch_yaml(recipe: Recipe, deepspeed: object) -> Path:
-    """The Accelerate YAML to launch with if the user names none: the recipe's own. With
-    `--deepspeed` it is the YAML of plain DDP, since accelerate then refuses DeepSpeed in a YAML.
+    """Return the Accelerate YAML of a launch if the user names none: the recipe's own YAML, or with
+    `--deepspeed` the YAML of plain DDP, because accelerate then refuses DeepSpeed in a YAML.
     """
     return shipped("standard.yaml" if deepspeed else recipe.engine)
 
@@ -103,7 +103,7 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
     if engine.kind in ("ddp", "fsdp") and can_shard and given.get("fsdp"):
         engine = with_fsdp(engine, given["fsdp"], given.get("fsdp_config"))
     sizes, autotp = engine.parallelism, engine.parallelism.autotp
-    around = from_environment(place.environment) if place.own_script else None  # a script asks once it is launched
+    around = from_environment(place.environment) if place.own_script else None  # a script calls this after the launch
     if around is not None and around.kind == "deepspeed" and not deepspeed:
         autotp = around.parallelism.autotp
     if (config := given.get("parallelism_config")) is not None:
@@ -123,6 +123,6 @@ def _launched_engine(place: Place) -> Engine:
 
 
 def _inside(launch: Engine, engine: Engine) -> Engine:
-    """The `engine` that train.py sets up itself, in the processes and groups of the launch."""
+    """Return the `engine` of train.py itself, with the processes and group sizes of the launch."""
     sizes = replace(launch.parallelism, autotp=engine.parallelism.autotp)
     return replace(engine, num_processes=launch.num_processes, parallelism=sizes)

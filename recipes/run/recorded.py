@@ -1,9 +1,9 @@
 """Reads the settings of an earlier run from its run.json, to train the run once more.
 
-The values that the user wrote are given again, and the other values follow from them. Where such a
-value would now differ (another library version, a limit of the model, a micro-batch that `--fit`
-found), the recorded value is given too. The exception is a value that the machine decided, if this
-is another machine.
+The values that the user wrote are given again, and the other values are derived from them. If a
+derived value would now differ (another library version, a limit of the model, a micro-batch that
+`--fit` found), the recorded value is given too. The exception is a value that the machine decided,
+if this is another machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INPUTS = (
     "recipe", "model_name_or_path", "dataset_name", "deepspeed", "fsdp_config", "accelerator_config",
     "resume_from_checkpoint",
 )  # fmt: skip
-# Settings of that one start: the file of the other settings, flags to start over or to train
+# These settings are only for one start: the settings file, flags to start over or to train
 # nothing, and the output folder, which belongs to the recorded run.
 _NOT_REPEATED = ("config", "fresh", "fit_only", "output_dir")
 _DERIVED = (
@@ -37,7 +37,7 @@ _DERIVED = (
 )  # fmt: skip
 
 
-# --- Reading it -----------------------------------------------------------------------------------
+# --- Reading run.json -----------------------------------------------------------------------------
 
 
 def file_of(path: str | Path) -> Path:
@@ -67,7 +67,7 @@ def _is_record(content: Json) -> bool:
 
 
 def is_record_at(path: str) -> bool:
-    """True if the path is a folder, a file named run.json, or a JSON with the content of one."""
+    """True if the path is a folder, a file named run.json, or a JSON with such content."""
     file = file_of(path)
     return file.name == NAME or (file.suffix == ".json" and _is_record(read_json(file)[0] or {}))
 
@@ -78,23 +78,23 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
     return isinstance(run, dict) and run.get("began_from") == os.path.realpath(checkpoint)
 
 
-# --- Its settings, to be given again --------------------------------------------------------------
+# --- The settings to give again -------------------------------------------------------------------
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """The values that the user wrote for the recorded run, without secrets. Each secret that is not
-    `given` again becomes a problem.
+    """Return the values that the user wrote for the recorded run, without secrets. A secret that is
+    not `given` again becomes a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}
     micro = record["settings"].get("per_device_train_batch_size", {})
     if micro.get("source") == FIT and record.get("world_size") == place.world_size:
-        values.pop("fit", None)  # what it found is known
+        values.pop("fit", None)  # the recorded micro-batch is what --fit found
     repeated = {name: _found(record, name, value) for name, value in values.items() if name not in _NOT_REPEATED}
     pushed = given["push_to_hub"].value if "push_to_hub" in given else _value(record, "push_to_hub")
     for name in [name for name, value in repeated.items() if HIDDEN in json.dumps(value)]:
         del repeated[name]
-        is_token = name.endswith("_token")  # only a push uses it, and a login stands for it
+        is_token = name.endswith("_token")  # only a push needs a token, and a login replaces it
         if name in given or (is_token and not (pushed and not place.environment.get("HF_TOKEN"))):
             continue
         fix = f"--{name} with its value" + ", or any HF_TOKEN in the environment, or `hf auth login`" * is_token
@@ -104,8 +104,8 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
-    """The recorded values that this machine would decide differently. `derived` is a run with the
-    same written settings and the recorded number of processes, decided here.
+    """Return the recorded values that this machine would decide differently. `derived` is the run
+    that the same written settings give here with the recorded number of processes.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
@@ -134,7 +134,7 @@ def is_derived(source: str) -> bool:
 
 
 def is_legal(name: str, value: Any) -> bool:
-    """True if the installed libraries accept the value, such as another version's default."""
+    """True if the installed libraries accept the value, for example another version's default."""
     problems: list[Problem] = []
     return bool(accept({name: value}, NAME, problems)) and not problems
 
@@ -144,21 +144,21 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-# --- Files that it names --------------------------------------------------------------------------
+# --- Files that run.json names --------------------------------------------------------------------
 
 
 def places_of(run: RunSpec) -> dict[str, str]:
-    """Setting -> absolute path of the file or folder that it names, without a mixture's parts."""
+    """Map settings to the absolute paths of the files or folders they name, without mixtures."""
     named = {name: re.sub(r"(?<=\.py):\w*$", "", run[name]) for name in _INPUTS if isinstance(run[name], str)}
     return {name: str(expanded(path).resolve()) for name, path in named.items() if paths_of(path)}
 
 
 def _found(record: Json, name: str, value: Any) -> Any:
-    """The value of a setting. If a relative path is not found from here, the recorded absolute path
-    takes its place, provided that it exists.
+    """Return a setting's value. If the value is a relative path that is not found here, return the
+    recorded absolute path, provided that this path exists.
     """
     then = (record.get("paths") or {}).get(name)
-    if not then or not isinstance(value, str) or ":" in value or paths_of(value):  # mine.py:mine is its function
+    if not then or not isinstance(value, str) or ":" in value or paths_of(value):  # mine.py:mine names a function
         return value
     return then if paths_of(then) else value
 

@@ -1,7 +1,7 @@
-"""`resolve()` makes one `RunSpec` of command line > file > recipe > library default.
+"""`resolve()` makes one `RunSpec` from command line > file > recipe > library default.
 
-This page collects the values that the user wrote. `RunSpec.setting` decides any other value when
-somebody asks for it. A wrong setting does not raise: `resolve` collects the problems, so that
+This module collects the values that the user wrote. `RunSpec.setting` decides any other value when
+it is read. A wrong setting does not raise: `resolve` collects the problems, so that
 `check` reports all of them at once.
 """
 
@@ -32,7 +32,7 @@ def resolve(
 ) -> RunSpec:
     """Resolve train.py's command line `argv` at a place, by default one process on this machine.
 
-    `settings` have the same rank as `argv`; `settings_source` says where they come from. Problems
+    `settings` are added to `argv` and win over it; `settings_source` is their source. Problems
     are collected in `run.problems`. Raises `UserError` for a file that cannot be read.
     """
     problems: list[Problem] = []

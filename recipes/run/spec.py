@@ -92,12 +92,12 @@ class RunSpec(Mapping):
         return legal.ALIASES.get(name, name) in self.given
 
     def chosen(self) -> dict[str, Setting]:
-        """Every setting that somebody chose: all but the libraries' own defaults."""
+        """Return every setting that is chosen for this run, without the libraries' defaults."""
         settings = {name: self.setting(name) for name in self}
         return {name: setting for name, setting in settings.items() if setting.source != LIBRARY}
 
     def training_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the installed TrainingArguments, under the names it uses."""
+        """Return the arguments for TrainingArguments under the names of the installed version."""
         fields = legal.trainer_fields()
         newest = {old: new for new, old in legal.ALIASES.items() if new in fields}
         chosen = {name: setting.value for name, setting in self.chosen().items() if name in fields}
@@ -125,7 +125,7 @@ class RunSpec(Mapping):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of processes, or groups of processes, with examples of their own."""
+        """The number of processes, or groups of processes, that train on their own examples."""
         return max(1, self.world_size // self.engine.parallelism.sharing)
 
     @property
@@ -142,24 +142,24 @@ class RunSpec(Mapping):
 
     @property
     def outer_engine(self) -> Engine | None:
-        """The engine of the launch's YAML if train.py starts another one inside it; else None."""
+        """The engine of the launch's YAML if train.py starts another engine inside; else None."""
         yaml = self.place.yaml
         return yaml if yaml and yaml.source != self.engine.source else None
 
     # --- The same run, with something changed ---
 
     def limited(self, name: str, limit: int | None, reason: str) -> RunSpec:
-        """Lower a value to `limit`, unless the user wrote the value or it is lower already."""
+        """Return the run with a value lowered to `limit`, unless the user wrote the value."""
         if limit is None or self.explicit(name) or self[name] <= limit:
             return self
         return self.overruled(name, limit, reason)
 
     def overruled(self, name: str, value: Any, reason: str) -> RunSpec:
-        """The run with a value that the model or the data decide in place of the recipe."""
+        """Return the run with a value that the model or the data decide in place of the recipe."""
         return replace(self, limits={**self.limits, name: Setting(value, "limit", reason)})
 
     def given_too(self, **settings: Any) -> RunSpec:
-        """The run as if the user had also written these settings; dependent values change too."""
+        """Return the run as if the user had written these settings too. Dependent values change."""
         given = {name: replace(self.setting(name), value=value) for name, value in settings.items()}
         return replace(self, given={**self.given, **given})
 
@@ -167,7 +167,7 @@ class RunSpec(Mapping):
 
     def _layers(self, name: str) -> Iterator[tuple[str, Value | None]]:
         """Yield the candidates for a value that the user did not write, each with its source. The
-        first candidate that is not None counts.
+        first candidate that is not None wins.
         """
         if name in BATCH_FIELDS:
             sizes = dict(zip(BATCH_FIELDS, (self.batch.total, self.batch.micro, self.batch.accumulation), strict=True))
@@ -175,14 +175,14 @@ class RunSpec(Mapping):
             reason = str(self.batch) if by_arithmetic else self.batch.reason
             yield BATCH if by_arithmetic else self.batch.source, (sizes[name], reason)
         if name == "use_cpu" and not self.hardware.cuda:
-            yield "hardware", (True, "no GPU: CPU training, chosen explicitly")
+            yield "hardware", (True, "no GPU, so the training runs on the CPU")
         if name == "output_dir":
             yield "default", (f"outputs/{self.recipe.name}", "one folder for each recipe")
         if stated := self.recipe.stated(name):
             recipe, value = stated
             yield recipe.source, value
         metric = str(self["metric_for_best_model"] if name == "greater_is_better" else None)
-        if smaller_is_better(metric) and not metric.endswith("loss"):  # Trainer's is True but for a loss
+        if smaller_is_better(metric) and not metric.endswith("loss"):  # Trainer's default is True except for a loss
             yield "metric_for_best_model", (False, f"a smaller {metric} is better")
         epochs_win = name == "max_steps" and "num_train_epochs" in self.given
         if name in catalog.DEMONSTRATION and self.demonstration and not epochs_win:
@@ -192,7 +192,7 @@ class RunSpec(Mapping):
 
     def _saved_when_evaluated(self, name: str) -> Decision | None:
         """Save whenever the run evaluates. None if the user or the recipe says when to save."""
-        strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is"
+        strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is saved too"
         if name == "save_strategy":
             says_when = self.explicit("save_steps") or self.recipe.stated("save_steps")
             return None if strategy == "no" or says_when else (strategy, reason)

@@ -134,7 +134,7 @@ def test_fp8_in_the_yaml_is_not_what_trainer_trains_under_deepspeed(tmp_path, mo
     monkeypatch.setattr(launch, "is_fp8_available", lambda: True)  # it looks for packages
     text = deepspeed() + "mixed_precision: fp8\n"
     (problem,) = probe(Run("--bf16 false", yaml=text, hardware=TWO_GPUS).resolve(tmp_path, monkeypatch))
-    assert problem.subject == "mixed_precision" and problem.what.startswith("fp8 is another type")
+    assert problem.subject == "mixed_precision" and problem.what.startswith("fp8 is not the type")
     assert problem.source.endswith("accelerate.yaml") and "bf16" in problem.fix
 
 

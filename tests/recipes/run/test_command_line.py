@@ -57,7 +57,7 @@ def test_yaml_is_read_as_it_is_meant(text, value, config):
         ("steps --max_steps 3", "is not a flag"),
         ("--max_steps 3 --max-steps 3", "is given twice"),
         ("--learning_rate", "Fix: --learning_rate with a number"),
-        ("--run_name a b", "takes one value, got 'a b'"),
+        ("--run_name a b", "needs one value, got 'a b'"),
         ("--no_packing true", "no_packing: is not an argument"),
         ("--lerning_rate 1", "Fix: --learning_rate"),
     ],
@@ -118,5 +118,5 @@ def test_a_whole_number_becomes_a_float_where_the_default_is_one():
     [("int", "1.5"), ("int", True), ("bool", "maybe"), ("float", "fast"), ("int", [1]), ("str", 3), ("float", "nan")],
 )
 def test_values_of_another_type_are_refused(annotation, value):
-    with pytest.raises(ValueError, match="takes"):
+    with pytest.raises(ValueError, match="needs"):
         coerce(value, field(annotation))

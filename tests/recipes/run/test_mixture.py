@@ -34,12 +34,12 @@ def test_several_names_on_a_command_line_are_a_mixture():
 
 WRONG = {
     "no parts": ("[]", "at least one part"),
-    "a number": ("[a, 3]", "takes names, or entries with name, weight"),
+    "a number": ("[a, 3]", "needs names, or entries with name, weight"),
     "a misspelt field": ("[{name: a, wight: 2}]", "entries with name, weight, split, config, columns, got"),
-    "no name": ("[{weight: 2}]", "takes names, or entries with name"),
-    "a weight of nothing": ("[{name: a, weight: 0}]", "takes a weight above 0, got 0 for a"),
+    "no name": ("[{weight: 2}]", "needs names, or entries with name"),
+    "a weight of nothing": ("[{name: a, weight: 0}]", "needs a weight above 0, got 0 for a"),
     "a weight for one alone": ("[{name: a, weight: 2}, b]", "weights for all parts or for none"),
-    "columns that are a list": ("[{name: a, columns: [x]}]", "columns as name: new name"),
+    "columns that are a list": ("[{name: a, columns: [x]}]", "columns as old name: new name"),
 }
 
 

@@ -125,13 +125,13 @@ MISTAKES = {
     "a list, no pair": ("mine.yaml", _HEAD + "changes: {lora_target_modules: [q_proj, v_proj]}", "has no reason"),
     "another type": ("mine.yaml", _HEAD + "changes: {max_steps: [many, x]}", "Fix: max_steps with a whole number"),
     "a recipe in it": ("mine.yaml", _HEAD + "changes: {recipe: [fast, x]}", "recipe: cannot be changed by a recipe"),
-    "changes as text": ("mine.yaml", _HEAD + "changes: none", "changes: are not settings"),
+    "changes as text": ("mine.yaml", _HEAD + "changes: none", "changes: is not a mapping"),
     "a misspelt key": ("mine.yaml", _HEAD + "chnages: {seed: [3, a reason]}", "Fix: changes"),
-    "a setting beside changes": ("mine.yaml", _HEAD + "seed: 3", "Fix: below changes, as seed"),
+    "a setting beside changes": ("mine.yaml", _HEAD + "seed: 3", "Fix: in changes, write seed"),
     "no purpose": ("mine.yaml", "base: fast", "purpose: is missing"),
     "an unknown base": ("mine.yaml", "base: fats\npurpose: x", "Fix: fast"),
     "another file as its base": ("mine.yaml", "base: ours.yaml\npurpose: x", "ours.yaml is not a shipped recipe"),
-    "no base": ("mine.yaml", "seed: 3", "a file of settings is for --config"),
+    "no base": ("mine.yaml", "seed: 3", "settings belong to --config"),
     "an unknown engine": ("mine.yaml", _HEAD + "engine: fats.yaml", "Fix: fast"),
     "no micro-batch": ("mine.yaml", _HEAD + "micro_batch_cap: 0", "micro_batch_cap: is 0"),
     "a taken name": ("fast.yaml", _HEAD, "'fast' is the name of a shipped recipe"),
@@ -167,9 +167,9 @@ def test_all_mistakes_of_a_file_are_reported_at_once(files):
 @pytest.mark.parametrize(
     ("decision", "expected"),
     [
-        ('run["sed"], "c"', "KeyError: 'sed' (mine.py). Fix: mend the file"),
+        ('run["sed"], "c"', "KeyError: 'sed' (mine.py). Fix: correct the file"),
         ("3", "seed: has no reason (mine.py)"),
-        ('"x", "a reason"', "seed: takes a whole number"),
+        ('"x", "a reason"', "seed: needs a whole number"),
     ],
 )
 def test_a_decision_that_fails_is_the_files_mistake(files, decision, expected):

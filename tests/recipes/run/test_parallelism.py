@@ -51,7 +51,7 @@ def test_variables_that_accelerate_does_not_read_set_nothing():
 
 def test_text_is_not_a_parallelism_config():
     (problem,) = resolved(["--parallelism_config", '{"sp_size": 2}']).problems
-    assert "takes accelerate's ParallelismConfig" in problem.what and "autotp_size" in problem.fix
+    assert "needs accelerate's ParallelismConfig" in problem.what and "autotp_size" in problem.fix
 
 
 def test_a_world_that_cannot_be_divided_is_refused_with_those_that_can(files):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 YELLOW, PURPLE, VERMILION, GREY = "#F0E442", "#CC79A7", "#D55E00", "#999999"
-_WIDTH, _HEIGHT, _DPI = 7.0, 4.5, 300  # inches, and dots in one
+_WIDTH, _HEIGHT, _DPI = 7.0, 4.5, 300  # inches, and dots per inch
 _STYLE: Any = {
     "font.size": 10,
     "xtick.labelsize": 9,
@@ -34,11 +34,11 @@ _COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PART_COLOURS = dict(zip(PARTS, (YELLOW, SKY, BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY), strict=True))
 _IDEAL: Any = {"linestyle": "--", "color": GREY, "linewidth": 1, "zorder": 1, "label": "ideal"}
-_WIDE = 8  # from this ratio of world sizes on, powers of two do not fit on a linear axis
+_WIDE = 8  # above this ratio of world sizes, the axis is logarithmic: small sizes would overlap
 
 
 def installed() -> bool:
-    """True if matplotlib is installed, which the extra `plot` installs."""
+    """True if matplotlib is installed. The extra `plot` installs matplotlib."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -65,9 +65,9 @@ class Picture:
 
 
 def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> list[Picture]:
-    """Draw the pictures of the training `name` for which its series have numbers.
+    """Draw the pictures of the training `name`, except those for which `series` has no values.
 
-    Needs matplotlib: `installed` tells whether it is there.
+    Needs matplotlib (see `installed`).
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> lis
         label = f"{one.recipe or one.name}{f', {one.scaling} scaling' if both else ''}"
         lines.append(Line(one, shorten(label, 40, placeholder=" ..."), colour, marker))
     drawn = []
-    with matplotlib.rc_context(_STYLE), silence():  # warnings about characters missing in the font
+    with matplotlib.rc_context(_STYLE), silence():  # no warnings about characters missing in the font
         for key, kind in _KINDS.items():
             known = [line for line in lines if kind.has(line.series)]
             if not known:
@@ -106,7 +106,7 @@ def _saved(figure: Figure, form: str) -> bytes:
 
 
 def _legend(figure: Figure) -> None:
-    """Draw the legend below the axes, where it hides nothing: each label once, common ones last."""
+    """Draw the legend below the axes, with each label once, and "ideal" and NEGATIVE last."""
     found: dict[str, Any] = {}
     for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
         found.setdefault(label, handle)
@@ -224,7 +224,7 @@ def _draw_step_times(figure: Figure, lines: Sequence[Line]) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for place, end in zip(places, left, strict=True):
         axes.text(end, place, f" {end:.4g}", va="center", fontsize=9)
-    axes.use_sticky_edges = False  # else a part of zero length ends the axis at its bar
+    axes.use_sticky_edges = False  # else a bar's part of length 0 sets the end of the axis
     axes.margins(x=0.1)
     axes.set_xlim(left=0)
     axes.set_yticks(places, [f"{line.label}, {size.num_processes}" for line, size in bars])
@@ -245,7 +245,7 @@ _KINDS = {
     "epoch_time_detailed": _Kind(
         "measured time",
         f"Dots: rows of timings; markers: the median at each world size, with quartiles. "
-        f"Dashed: every process as fast as in the smallest world. {_CROSS}",
+        f"Dashed: if every process were as fast as in the smallest world. {_CROSS}",
         lambda series: True,
         _draw_times,
     ),
@@ -263,7 +263,7 @@ _KINDS = {
     ),
     "step_time": _Kind(
         "parts of a step",
-        "Medians of the parts of an optimizer step, and their sum; communication counts only while a step waits.",
+        "Medians of the parts of an optimizer step, and their sum; communication is only what a step waits for.",
         lambda series: any(size.typical.parts for size in series.sizes),
         _draw_step_times,
     ),

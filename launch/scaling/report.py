@@ -56,7 +56,7 @@ def add_parser(commands: Commands) -> None:
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise mistake(rest[0], "is not a flag of scale report", "use --output FOLDER or --format")
+        raise mistake(rest[0], "is not a flag of scale report", "use --output FOLDER or --format svg")
     command = shlex.join(["recipes", "scale", "report", *options.files, "--output", str(options.output)])
     found = find(timings.read(options.files), command, options.files)
     written = report(found, options.output, options.format)
@@ -96,8 +96,8 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """Return the start of each training's file names: letters, digits, `-`, `.` and `_`. If names
-    differ only in case, a number is added.
+    """Return the start of each training's file names: letters, digits, `-`, `.` and `_`. Starts
+    that are equal except for case get a number.
     """
     plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
     folded = [stem.casefold() for stem in plain]
@@ -128,7 +128,7 @@ class Findings:
 
 
 def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
-    """Analyse `rows`, which were read from `files`."""
+    """Analyse `rows`, which come from `files`."""
     here = len(files) == 1 and Path(files[0]).name == TIMINGS and all(row.scaling for row in rows)
     return Findings(analyse(rows), applied(rows), command, Path(files[0]).parent if here else None)
 
@@ -165,9 +165,9 @@ def _advice_words(size: Size, advice: Advice) -> str:
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
-    """Return the flags of an advice, and the command that tries them where the rows were measured.
+    """Return the flags of an advice, and the `scale run --apply` command that tries the advice.
 
-    The list is empty if the advice has no flags.
+    The command is left out for other programs' timings. The list is empty if there are no flags.
     """
     processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
     flags = " ".join(filter(None, [*processes, advice.shown_flags]))
@@ -179,7 +179,7 @@ def commands(found: Findings, series: Series, size: Size, advice: Advice) -> lis
 
 
 def text(found: Findings) -> str:
-    """Return the sections as plain text, for the terminal and the beginning of the text file."""
+    """Return the sections as plain text, for the terminal and performance_report.txt."""
     lines = [found.title, "", f"hardware: {found.hardware}"]
     for section in sections(found):
         lines += ["", section.title, "=" * len(section.title), *map(_wrapped, section.sentences)]
@@ -196,7 +196,7 @@ def _wrapped(line: str) -> str:
 
 
 def tables(found: Findings) -> dict[str, DataFrame]:
-    """Return tables of text by their captions. The heading of a column names its unit."""
+    """Return the tables by caption. All cells are text; the heading of a column names the unit."""
     every: dict[str, DataFrame] = {}
     for series in found.series:
         every |= {
@@ -234,7 +234,7 @@ def _step_parts(series: Series) -> DataFrame:
 
 
 def _losses(series: Series) -> DataFrame:
-    """Return a table of the known time that a step loses to each cause, in milliseconds."""
+    """Return a table of the time that a step loses to each known cause, in milliseconds."""
     every = [size.losses for size in series.sizes]
     of_causes = [{cause.key: cause.seconds for cause in one.causes} for one in every]
     seconds = {title: [of_size.get(key) for of_size in of_causes] for key, title in CAUSES.items()}
@@ -255,7 +255,7 @@ def _with_quartiles(spread: Spread) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Format with four significant digits, or all digits before the point; empty for None."""
+    """Format with four significant digits, from 1000 on without decimals; empty for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".removesuffix(".")
@@ -267,7 +267,7 @@ def _milliseconds(seconds: float | None) -> str:
     return f"{round(1000 * seconds, 3):.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
-# --- For reading ---------------------------------------------------------------------------------
+# --- The text and the page -----------------------------------------------------------------------
 
 
 def _text(found: Findings, note: str) -> str:
@@ -293,7 +293,7 @@ def _page(found: Findings, pictures: Sequence[Picture], note: str) -> str:
 
 
 def summary_csv(found: Findings) -> str:
-    """Return a CSV: a row for each series and size, known columns in the units of the timings."""
+    """Return a CSV with a row for each series and size, and a column for each known value."""
     from pandas import DataFrame
 
     rows = [_flat(series, size) for series in found.series for size in series.sizes]
@@ -318,7 +318,7 @@ def _flat(series: Series, size: Size) -> dict[str, object]:
 
 
 def summary_tex(found: Findings) -> str:
-    r"""Return a LaTeX table for each series. Its rules are \hline, so that it needs no package."""
+    r"""Return a LaTeX table for each series. Its lines are \hline, which needs no package."""
     lines = [r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}, \ref{tab:scaling-2}, ..."]
     for number, series in enumerate(found.series, 1):
         cells = results(series).drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")

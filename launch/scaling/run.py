@@ -1,8 +1,8 @@
 """`recipes scale run`: measure one training at several world sizes and recipes, as rows of timings.
 
-Sizes are measured in turns and not one after the other, so that other load on the machine slows
-all of them. On a machine without GPUs a process takes the place of a GPU: a process has the same
-number of cores at every size.
+The runs of different sizes alternate, so that other load on the machine slows all sizes alike. On
+a machine without GPUs, each process gets the same number of cores at every size, as if the cores
+were its GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Point:
     num_processes: int
     global_batch: int
     series: tuple[str, ...]  # the kinds of scaling that the point belongs to
-    changed: Settings = field(default_factory=dict)  # flags of the advice that is tried
+    changed: Settings = field(default_factory=dict)  # the flags of the advice that this point tries
     applied: str = ""
     predicted: float | None = None
 
@@ -88,7 +88,7 @@ def add_parser(commands: Commands) -> None:
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     for flag in (word.partition("=")[0] for word in argv):
         if flag.removeprefix("--").replace("-", "_") in _SET_HERE:
-            raise mistake(flag, "is set by `recipes scale run`", "use --output FOLDER and --steps N")
+            raise mistake(flag, "is set by `recipes scale run`", f"leave {flag} out; use --output FOLDER or --steps N")
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
@@ -136,8 +136,8 @@ def points(
     for recipe in recipes or ["standard"]:
         batch = checked_job(recipe, argv, Local().place(1)).run.batch.total
         if "weak" in scaling and batch % sizes[-1]:
-            what = f"a global batch of {batch} cannot be shared by {sizes[-1]} processes"
-            raise mistake("global_batch_size", what, f"use a multiple of {sizes[-1]}")
+            what = f"a global batch of {batch} cannot be split evenly over {sizes[-1]} processes"
+            raise mistake("global_batch_size", what, f"set --global_batch_size to a multiple of {sizes[-1]}")
         batches: dict[tuple[int, int], list[str]] = {}
         for size in sizes:
             for kind in scaling:
@@ -155,7 +155,7 @@ def _all_sizes() -> list[int]:
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
     """Raise `UserError` if the file holds another training with this name.
 
-    The analysis takes rows with one name for one training.
+    The analysis treats rows with the same name as one training.
     """
     earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
@@ -179,7 +179,7 @@ def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
 def _measure_in_turns(
     points: list[Point], argv: Sequence[str], name: str, folder: Path, steps: int, repeats: int
 ) -> list[Point]:
-    """Measure every point `repeats` times, and reverse the order in each round.
+    """Measure every point `repeats` times, and reverse the order after each round.
 
     Return the points that failed. A point that has failed is not measured again.
     """
@@ -203,7 +203,7 @@ def _measure_in_turns(
 
 
 def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:
-    """Measure one run and keep only its log. After a failure, print its end and return None."""
+    """Measure one run and keep only its log. If it fails, print the log's end and return None."""
     log = folder / "logs" / f"{name}.log"
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         job = _job(point, argv, steps, Path(place))
@@ -273,18 +273,19 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
     ]
     if not found:
         there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)
-        raise mistake("apply", "no timings match these flags", f"use --recipe, --num_processes or --name of: {there}")
+        raise mistake("apply", "no timings match these flags", f"choose by --recipe, --num_processes, --name: {there}")
     return max(found, key=lambda pair: pair[1].num_processes)
 
 
 def _find(key: str, advice: list[Advice], size: Size) -> Advice:
-    """Return the advice with that key, or the first advice if the key is empty.
+    """Return the advice with this key, or the first advice if the key is empty.
 
-    Raises `UserError` if there is no such advice that flags can make.
+    Only advice that changes flags or the world size can be tried. Raises `UserError` if none is.
     """
     ready = [one for one in advice if one.flags or one.num_processes != size.num_processes]
     found = next((one for one in ready if key in ("", one.key)), None)
     if found:
         return found
     world, keys = plural(size.num_processes, "process"), [one.key for one in ready]
-    raise mistake("apply", f"no such flags are advised for {world}", f"choose one of {', '.join(keys) or 'none'}")
+    fix = f"choose one of {', '.join(keys)}" if keys else "use --num_processes N with a size that has advice"
+    raise mistake("apply", f"the report has no advice {key or 'with flags'} for {world}", fix)

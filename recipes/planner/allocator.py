@@ -1,4 +1,4 @@
-"""The GPU memory that torch reserves for a training, found by a replay of all its requests.
+"""The GPU memory that torch reserves for a training, found by a replay of the training's requests.
 
 `Allocator` follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13,
 for one stream, without CUDA graphs, with torch's default settings. Sizes are in bytes.
@@ -40,16 +40,16 @@ ROUND_LARGE = 2 * MIB  # kRoundLarge: the size of such a segment is rounded up t
 
 _DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
 # A trace is up to 0.7 % off the bytes that a GPU allocates (python -m tests.benchmarks.published).
-# Below _IN_DOUBT bytes, rounding up the segment of a request adds more than that on average.
+# For requests below _IN_DOUBT bytes, rounding up to a segment adds more than _UNCERTAIN on average.
 _UNCERTAIN = 0.01
 _IN_DOUBT = ROUND_LARGE / 2 / _UNCERTAIN
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
-    """Return the bytes that torch allocates for each cuBLAS handle if the environment sets none.
+    """Return the bytes that torch allocates for each cuBLAS handle by default.
 
-    Source: parseChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp. Each thread has a handle of
-    its own, and autograd runs the backward in a thread of its own.
+    Source: parseChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp. A training has two handles:
+    each thread has its own handle, and autograd runs the backward in another thread.
     """
     return 32 * MIB if capability[0] in (9, 10, 12) else 8 * MIB + 128 * 1024
 
@@ -93,7 +93,7 @@ class Allocator:
         """Return a block for `size` bytes. Raises `OutOfMemory` if none fits under the limit."""
         size = max(ROUNDING, _up(size, ROUNDING))
         pool = self._small if size <= SMALL else self._large
-        # Take the smallest cached block that is large enough, of equal sizes the lowest address.
+        # Take the smallest cached block that is large enough; of equal blocks, the lowest address.
         at = bisect_left(pool, (size,))
         block = pool.pop(at)[2] if at < len(pool) else self._new(pool, size)
         if block is None:
@@ -115,7 +115,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Cache the block, merged with those adjacent blocks that are cached too."""
+        """Merge the block with adjacent cached blocks, and cache the result."""
         self.allocated -= block.size
         block.allocated = False
         if (before := block.before) and not before.allocated:
@@ -138,7 +138,7 @@ class Allocator:
             pool[:] = [entry for entry in pool if entry[2].before or entry[2].after]
 
     def _new(self, pool: Pool, size: int) -> Block | None:
-        """Reserve a new segment and return it as one block, None if it would exceed the limit."""
+        """Reserve a segment and return it as one block, None if the limit would be exceeded."""
         least = SMALL_SEGMENT if pool is self._small else LARGE_SEGMENT
         segment = least if size < MIN_LARGE else _up(size, ROUND_LARGE)
         if self.limit is not None and self.reserved + segment > self.limit:
@@ -165,12 +165,12 @@ def _up(size: int, to: int) -> int:
 
 
 class Requests:
-    """Allocations, numbered from 0, and frees. An event is a size, or -1 - number for a free."""
+    """Allocations and frees in order. An event is a size, or -1 - n to free allocation n."""
 
     def __init__(self) -> None:
         self.events: list[int] = []
         self.made = 0
-        self.loaded = 0  # the number of events before the first step: their bytes are known exactly
+        self.loaded = 0  # the number of events before the first step, whose sizes are known exactly
 
     def allocate(self, size: int) -> int:
         self.events.append(size)
@@ -184,10 +184,10 @@ class Requests:
         self.events += [-1 - number for number in numbers]
 
     def micro_batch(self, traced: Traced, gradients_stay: bool = True, workspace: int = 0) -> list[int]:
-        """Add a forward and a backward. Returns the numbers of the gradients that stay allocated.
+        """Add a forward and a backward. Return the allocation numbers of the gradients that stay.
 
-        If not `gradients_stay`, a complete gradient is freed: it is added to another, or moved.
-        Before the forward and before the backward, `workspace` bytes are allocated and kept.
+        If not `gradients_stay`, a complete gradient is freed, because it is added to another
+        gradient or moved. `workspace` bytes are allocated before forward and backward, and stay.
         """
         rows = traced.allocations.tolist()
         freed_at: dict[int, list[int]] = defaultdict(list)
@@ -206,11 +206,11 @@ class Requests:
         return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
-        """Add the loading of all frozen parameters by `from_pretrained`, and the casts by peft.
+        """Add the requests of `from_pretrained` for all frozen parameters, and of casts by peft.
 
-        `from_pretrained` first allocates and frees the total (`caching_allocator_warmup`). Then it
+        `from_pretrained` first allocates and frees the total (`caching_allocator_warmup`), then
         packs each matrix on the GPU into `packed` bytes per parameter. Last, peft casts all other
-        parameters from 2 to `other` bytes.
+        frozen parameters from 2 to `other` bytes.
         """
         base = [(size, kind == IN_4_BITS) for size, kind in sizes if kind != TRAINED]
         self.free([self.allocate(sum(size // 2 if small else 2 * size for size, small in base))])
@@ -235,8 +235,8 @@ class Requests:
         """Return the bytes that torch reserves. Raises `OutOfMemory` if they exceed the limit.
 
         A cached block that is just large enough here may be just too small on a GPU. So the result
-        is the larger of two replays. In the second, the training's largest requests grow by the
-        error of a trace; the allocated bytes that this adds are subtracted from the result.
+        is the larger of two replays. In the second replay, the large requests of the steps grow by
+        _UNCERTAIN, and the bytes that this growth adds to the allocations are subtracted.
         """
         exact = self.replay(limit)
         try:
@@ -246,7 +246,7 @@ class Requests:
         return max(exact.peak_reserved, larger.peak_reserved - (larger.peak_allocated - exact.peak_allocated))
 
     def replay(self, limit: int | None = None, larger: float = 1) -> Allocator:
-        """Return the allocator after all events, with a training's large requests times `larger`.
+        """Replay all events and return the allocator. Large requests of steps grow by `larger`.
 
         Raises `OutOfMemory` if the requests do not fit under the limit.
         """
@@ -263,13 +263,13 @@ class Requests:
 
 
 def with_cached(memory: Memory, limit: int) -> Components:
-    """Return the run's needs with cuBLAS's workspaces and the memory that torch caches.
+    """Return the run's memory with cuBLAS's workspaces and the memory that torch caches.
 
-    torch reserves at most `limit` bytes: at the limit it empties its cache and tries again. If that
-    fails, the result holds for a limit raised in steps of 5 % until the run fits. The cache counts
-    as 0 if the allocations alone exceed `limit`. It also counts as 0 with expandable segments, as
-    torch then unmaps cached pages before memory runs out. ZeRO and FSDP are the exception: their
-    several streams have pools of their own.
+    torch reserves at most `limit` bytes: at the limit, torch empties its cache and tries again. If
+    the run still does not fit, this function raises the limit in steps of 5 % until the run fits.
+    The cache is 0 if the allocations alone exceed `limit`. The cache is also 0 with expandable
+    segments, because torch then unmaps cached pages before memory runs out, but not for ZeRO and
+    FSDP, because their several streams have separate pools.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
@@ -279,7 +279,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
         return states
     if memory.run["expandable_segments"] and memory.run.engine.kind not in ("deepspeed", "fsdp"):
         return states
-    # States in one piece stay at their fullest all the time: `more` is the surplus.
+    # The states of DeepSpeed and FSDP stay at their fullest in the replay, `more` bytes too many.
     requests = requests_of(memory, states)
     more = requests.peak() - states.allocated if casts_the_model(memory.run) else 0
     limit += more - states.context
@@ -293,8 +293,8 @@ def with_cached(memory: Memory, limit: int) -> Components:
 def requests_of(memory: Memory, states: Components) -> Requests:
     """Return the requests of loading, of two steps, and of one evaluation if the run has any.
 
-    The first update places the optimizer's state where activations were, which changes the second
-    step. All later micro-batches repeat the second one. With DeepSpeed and FSDP, each of `states`
+    Two steps are needed because the first update puts the optimizer's state where activations were.
+    Micro-batches after the second repeat the second one. With DeepSpeed and FSDP, each of `states`
     is one allocation at the start, with the parameters gathered at the fullest moment. ZeRO-1 and
     ZeRO-2 allocate their bucket in each micro-batch.
     """
@@ -335,6 +335,6 @@ def requests_of(memory: Memory, states: Components) -> Requests:
         for group in temporaries:
             requests.free(requests.allocate_all(group))
         requests.free(gradients)
-    if memory.evaluation:  # it frees all that it allocates: a later step needs little new memory
+    if memory.evaluation:  # an evaluation frees all its memory, so no step follows it here
         requests.micro_batch(memory.evaluation, gradients_stay=False)
     return requests

@@ -35,8 +35,8 @@ from recipes.run import RunSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# In tests/benchmarks/published.py, one reading of torch's reserved memory lies 3.5 % above the
-# plan, and the others at most 1.6 %.
+# In tests/benchmarks/published.py, one published value of torch's reserved memory is 3.5 % above
+# the plan. The others are at most 1.6 % above.
 MARGIN = 0.06
 
 
@@ -44,7 +44,7 @@ MARGIN = 0.06
 
 
 class Estimator:
-    """The memory of one model at any micro-batch: traces of 2 and 3 sequences give most others."""
+    """The memory of one model at any micro-batch, mostly from traces of 2 and 3 sequences."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = _with_padding(config)
@@ -63,7 +63,7 @@ class Estimator:
         from recipes.planner.trace import weigh
 
         adapters = _adapters(run)
-        if adapters:  # the dtypes of adapters and of 4-bit products change no count
+        if adapters:  # the counts do not depend on dtypes
             adapters = replace(adapters, in_fp32=True, four_bits=adapters.four_bits and "bfloat16")
         key = (run["task"], adapters)
         if key not in self._weights:
@@ -84,7 +84,7 @@ class Estimator:
         return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
 
     def traced(self, run: RunSpec, micro: int) -> Traced:
-        """Trace one micro-batch. Raises `UserError` if it fails on meta tensors."""
+        """Trace one micro-batch. Raises `UserError` if the model fails on fake tensors."""
         return self._of_case(run, self.case(run, micro))
 
     def _evaluation(self, run: RunSpec) -> Traced | None:
@@ -92,7 +92,7 @@ class Estimator:
 
         Trainer evaluates with the training's autocast: `bf16_full_eval` takes effect only after the
         last step (`evaluation_loop`). Trainer keeps no logits of language models between batches,
-        as they have no metrics here; a classifier's logits are a few numbers per example.
+        because train.py has no metrics for them. A classifier's logits are a few bytes per example.
         """
         if run["eval_strategy"] == "no":
             return None
@@ -103,7 +103,7 @@ class Estimator:
         from recipes.planner.trace import at_batch
 
         try:
-            # Liger's chunks (2^n tokens) and a batch of 1 (views, not copies) do not extrapolate.
+            # Liger's chunks (2^n tokens) and a batch of 1 (views, no copies) are not extrapolated.
             if case.batch > 1 and not case.liger:
                 with contextlib.suppress(ValueError):
                     two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
@@ -123,8 +123,8 @@ class Estimator:
     def case(self, run: RunSpec, micro: int) -> Case:
         """Describe the micro-batch that the run's collator makes.
 
-        Without packing, rows have a mask: they are padded to one length, a single row to a multiple
-        of 8. With `bfd` packing, the mask separates the examples of a row.
+        Without packing, the batch has a mask, because its rows are padded to one length, and a
+        single row to a multiple of 8. With `bfd` packing, the mask separates the examples of a row.
         """
         mixed, casts = mixed_precision(run), casts_the_model(run)
         asked = run["attn_implementation"]
@@ -145,7 +145,7 @@ class Estimator:
         )
 
     def liger(self, run: RunSpec) -> bool:
-        """True if Liger computes the loss. With label smoothing, Trainer needs the logits."""
+        """True if Liger computes the loss: not with label smoothing, where Trainer needs logits."""
         of_this = replace(run, model={"model_type": self.config.model_type})
         return fuses_the_loss(of_this) and not run["label_smoothing_factor"]
 
@@ -161,7 +161,7 @@ def _adapters(run: RunSpec) -> Adapters | None:
 
 
 def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Add a padding token if none is set, as training does: decoder classifiers need one."""
+    """Add a padding token if none is set, as train.py does: a decoder classifier needs one."""
     if getattr(config.get_text_config(), "pad_token_id", None) is not None:
         return config
     config = copy.deepcopy(config)
@@ -187,7 +187,7 @@ class Planned:
     flags: Mapping[str, Any] = field(
         default_factory=dict
     )  # added to make the run fit: checkpointing, a smaller evaluation batch
-    moment: str = TRAINING  # the moment that needs most on the GPU (memory.py)
+    moment: str = TRAINING  # the moment that needs the most GPU memory (memory.py)
     notes: tuple[str, ...] = ()  # for the user: changes, unusual kernels, memory that is not counted
 
     @property
@@ -203,8 +203,8 @@ class Planned:
 class Planner:
     """Plans runs of one model on GPUs with `usable` bytes, in nodes with `host` bytes of RAM.
 
-    `host` is None if the RAM is unknown: any need of RAM then fits. Times assume the share `mfu` of
-    the GPU's peak, and `bandwidth` in bytes per second, None if unknown.
+    If `host` is None, the RAM is unknown, and any need of RAM fits. Times assume the share `mfu` of
+    the GPU's peak, and `bandwidth` between GPUs in bytes per second, None if unknown.
     """
 
     estimator: Estimator
@@ -216,8 +216,8 @@ class Planner:
     def best(self, run: RunSpec) -> Planned:
         """Plan the run at the largest micro-batch that fits, or at the smallest one if none fits.
 
-        If only the evaluation does not fit, its batch is halved until it fits: results do not
-        depend on that batch.
+        If only the evaluation does not fit, the evaluation batch is halved until it fits. Results
+        do not depend on the evaluation batch.
         """
         found = entry = self._largest(run)
         batch = run["per_device_eval_batch_size"]
@@ -228,7 +228,7 @@ class Planner:
         return found if found.fits else entry
 
     def _largest(self, run: RunSpec) -> Planned:
-        """Plan as `best` does, at this evaluation batch. The user's micro-batch is the largest."""
+        """Plan as `best` does, at the run's own evaluation batch."""
         sizes = micro_batches(run)
         for micro in sizes if self._may_fit(run, sizes[-1]) else ():
             if self._may_fit(run, micro) and (entry := self.at(run, micro)).fits:
@@ -236,9 +236,9 @@ class Planner:
         return self.at(run, sizes[-1])
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
-        """False if the allocations do not fit: of the weights, which need no trace, or all of them.
+        """Return False if the weights alone, which need no trace, or all allocations do not fit.
 
-        torch's cache is left out: it takes longer to compute, and only adds to the allocations.
+        torch's cache is left out, because it takes longer to compute and only adds memory.
         """
         weights = Memory(run, self.estimator.weights(run), accumulation=share(run) // micro)
         may = self._fits_gpu(weights.gpu) and self._fits_host(weights)
@@ -284,12 +284,12 @@ def asks_for_a_micro_batch(run: RunSpec) -> bool:
 
 
 def share(run: RunSpec) -> int:
-    """Return the number of examples that one process takes of each global batch."""
+    """Return how many examples of each global batch one process gets."""
     return run.batch.micro * run.batch.accumulation
 
 
 def micro_batches(run: RunSpec) -> list[int]:
-    """List the micro-batches that keep the global batch, from the user's or the largest to 1."""
+    """List the micro-batches that keep the global batch, largest first, up to the user's own."""
     most = run.batch.micro if asks_for_a_micro_batch(run) else share(run)
     return [size for size in _divisors(share(run)) if size <= most]
 
@@ -302,14 +302,14 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> I
     """Yield notes on loading, loops over a sequence, Liger, torch.compile and unfused attention.
 
     A compiled Llama keeps 0.64 to 0.86 times as many activations for the backward (aot_eager with
-    the partitioner of inductor, torch 2.13). On an H200, `fast` allocated 42.9 GiB where 56.5 were
-    planned (torch 2.11, 1.2B parameters, 8 x 2048 tokens).
+    the partitioner of inductor, torch 2.13). On an H200, `fast` allocated 42.9 GiB, and the plan
+    was 56.5 GiB (torch 2.11, 1.2B parameters, 8 x 2048 tokens).
     """
     if moment == LOADING:
         yield "loading needs more memory than steps: each GPU holds all weights in 4 bits until they are sharded"
     if LOOP in kernels:
-        yield "planned with transformers' own loop over a sequence: a package of kernels makes the peak lower"
-        yield "memory that torch caches is not counted: nvidia-smi shows more"
+        yield "planned with transformers' own loop over the tokens: a package of kernels makes the peak lower"
+        yield "memory that torch caches is not counted: nvidia-smi shows more than the plan"
     if run["use_liger_kernel"]:
         yield f"savings by Liger's kernels are not counted{', except by its loss' * liger}: the real peak is lower"
     if run["label_smoothing_factor"] and run["task"] == "causal_lm":

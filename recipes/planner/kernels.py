@@ -18,8 +18,8 @@ from recipes.planner.memory import EAGER, MATH, PACKAGED
 
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 _F, _T = torch.nn.functional, torch.Tensor
-# Operations that autocast runs in fp32 on CUDA but not on a CPU: "CUDA Ops that can autocast to
-# float32" in the documentation of torch.amp, limited to operations that transformers' models call.
+# Operations of transformers' models that autocast runs in fp32 on CUDA, but not on a CPU. Source:
+# "CUDA Ops that can autocast to float32" in the documentation of torch.amp.
 _IN_FP32_ON_CUDA = {
     _F.log_softmax, torch.log_softmax, _T.log_softmax, _F.layer_norm,
     _F.group_norm, _F.cross_entropy, _F.nll_loss, _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.softplus,
@@ -36,9 +36,10 @@ _GROUPED_MATMULS = {
 
 
 class Operations(TorchFunctionMode):
-    """Run the operations of a GPU of this compute capability, or of a CPU if not `on_cuda`.
+    """Allocate as a GPU of this compute capability does, or as a CPU does if not `on_cuda`.
 
-    `kernels` names the unfused attention that ran: MATH is torch's, EAGER the model's own code.
+    `kernels` names the unfused attention that ran: torch's math kernel (MATH), or the model's own
+    code (EAGER).
     """
 
     def __init__(self, on_cuda: bool = True, capability: tuple[int, int] = (8, 0)) -> None:
@@ -59,7 +60,7 @@ class Operations(TorchFunctionMode):
         if func is _F.dropout:
             return _dropout(*args, **kwargs)
         if func is torch.is_autocast_enabled and not (args or kwargs):
-            return torch.is_autocast_enabled("cpu")  # without a device, torch answers for CUDA
+            return torch.is_autocast_enabled("cpu")  # torch would return the state of CUDA
         if func not in _IN_FP32_ON_CUDA or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         args = [_in_fp32(value) for value in args]
@@ -81,7 +82,7 @@ class Operations(TorchFunctionMode):
             return torch.ops.aten._scaled_dot_product_attention_math(*kept, enable_gqa=enable_gqa)[0]
 
     def _softmax(self, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
-        """Run any form of softmax(scores, dim, dtype): memory does not depend on `dim`."""
+        """Run any form of softmax(scores, dim, dtype). Ignore `dim`: it does not change memory."""
         if scores.dim() > 2 and scores.requires_grad:
             self.kernels.add(EAGER)
         asked = next((value for value in (*others, *named.values()) if isinstance(value, torch.dtype)), None)
@@ -97,9 +98,9 @@ def _in_fp32(value: object) -> object:
 
 
 def _dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Run native_dropout where CUDA does: the mask takes one byte per element, in any dtype.
+    """Run `native_dropout` where CUDA does. Its mask takes one byte per element, for any dtype.
 
-    Source: `is_fused_kernel_acceptable` of ATen/native/Dropout.cpp. With p of 1 there is no mask.
+    Source: `is_fused_kernel_acceptable` of ATen/native/Dropout.cpp. With p = 1, CUDA keeps no mask.
     """
     if not training or not p or p == 1 or inplace:
         return torch.dropout_(tensor, p, training) if inplace else torch.dropout(tensor, p, training)
@@ -107,11 +108,11 @@ def _dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax as CUDA runs it: one kernel reads 16 bits and writes fp32, without an fp32 copy of
-    the input.
+    """Allocate as softmax does on CUDA: one kernel reads 16 bits and writes fp32, so that no fp32
+    copy of the input is made.
 
-    The backward (softmax_backward_cuda_out of ATen/native/cuda/SoftMax.cu) allocates
-    `grad * output`, as large as the result. A CPU copies the input, but does not allocate this.
+    The backward (softmax_backward_cuda_out of ATen/native/cuda/SoftMax.cu) allocates the product
+    `grad * output`, as large as the result. A CPU copies the input, but makes no such product.
     """
 
     @staticmethod
@@ -129,7 +130,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Multiply rows (tokens, in) by matrices (experts, in, out), one per row; keep both tensors."""
+    """Multiply each row (tokens, in) by its expert's matrix (experts, in, out). Save both."""
 
     @staticmethod
     def forward(ctx, rows, matrices):
@@ -146,13 +147,13 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
-    """True if a fused kernel supports the tensors: flash, efficient, cuDNN's (all keep the same).
+    """True if a fused kernel (flash, efficient or cuDNN) supports the tensors. All save the same.
 
     Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. The flash kernel needs capability 8.0,
-    16 bits, no mask, and equal head sizes of at most 256. The efficient kernel supports masks and
-    aligned head sizes, but no bfloat16 below 8.0. Up to torch 2.13 it refuses grouped heads (with
-    later versions, the plan is too high). The math kernel is left for grouped heads in fp32, and
-    below 8.0 for bfloat16 and grouped heads without a mask (with one, transformers repeats heads).
+    16 bits, no mask, and equal head sizes of at most 256. The efficient kernel supports masks, but
+    needs aligned head sizes, and refuses bfloat16 below 8.0. Up to torch 2.13 it refuses grouped
+    heads (for later torch, plans are too high). The math kernel runs for grouped heads in fp32, and
+    below 8.0 for bfloat16 and unmasked grouped heads (with a mask, transformers repeats heads).
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
@@ -170,10 +171,10 @@ def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped:
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Convert the mask as fused kernels do: each call makes a copy of it in the queries' dtype.
+    """Convert a boolean mask to the queries' dtype, as each call of a fused kernel does.
 
-    Source: convert_boolean_attn_mask of attention.cpp. If rows are not a multiple of 8 long,
-    pad_bias of that file makes a second copy, for the kernel and the backward.
+    Source: convert_boolean_attn_mask of attention.cpp. If the length of a row is not a multiple of
+    8, pad_bias of attention.cpp makes a second, padded copy for the kernel and the backward.
     """
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
@@ -184,11 +185,11 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Keep the tensors of a fused kernel: query, key, value, mask, result, log-sum-exp per query.
+    """Save what a fused kernel saves: query, key, value, mask, result, log-sum-exp per query.
 
     Each layer saves its own copy of the mask (_scaled_dot_product_efficient_attention in
     derivatives.yaml). 16-bit kernels sum the queries' gradients in fp32. The flash kernel makes
-    gradients of key and value for each head of a group before it sums them. Source: mha_bwd of
+    gradients of key and value for each query head, then sums those of a group. Source: mha_bwd of
     flash_api.cpp, workspace_size of mem_eff_attention/kernel_backward.h.
     """
 
@@ -219,9 +220,9 @@ class _Fused(torch.autograd.Function):
 def packaged_attention(padded: bool) -> Iterator[None]:
     """Register `attn_implementation=PACKAGED` with transformers inside the context.
 
-    PACKAGED stands for FlashAttention's package and flex attention: grouped heads, no mask matrix.
-    If `padded`, it unpads the rows and pads the result again, as `_upad_input` and `pad_input` do
-    in transformers' modeling_flash_attention_utils.py.
+    PACKAGED allocates like the package `flash-attn` and flex attention, which accept grouped heads
+    and need no mask matrix. If `padded`, the inputs and the result are copied, as `_upad_input` and
+    `pad_input` in transformers' modeling_flash_attention_utils.py do.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -249,7 +250,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def fuse_loss(model: Any, capability: tuple[int, int]) -> None:
-    """Replace head and loss as liger-kernel 0.8.5 does: the full logits are never in memory."""
+    """Replace head and loss as liger-kernel 0.8.5 does, so that the full logits never exist."""
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
     head.forward = lambda hidden: hidden
@@ -259,11 +260,11 @@ def fuse_loss(model: Any, capability: tuple[int, int]) -> None:
 
 
 class _Loss(torch.autograd.Function):
-    """Make the logits of a few rows at a time, and all gradients already in the forward.
+    """Allocate the logits of a few rows at a time, and all gradients in the forward.
 
-    Source: Liger's ops/fused_linear_cross_entropy.py. The gradients of the rows (tokens, width) and
-    of the head have the dtypes of rows and head. From capability 8.0 on, a product is added to the
-    head's gradient in place; below 8.0 the product and an fp32 copy of it are made first.
+    Source: Liger's ops/fused_linear_cross_entropy.py. The gradients of rows (tokens, width) and
+    head have the dtypes of rows and head. From capability 8.0 on, each product is added to the
+    head's gradient in place. Below 8.0, the product and an fp32 copy of the product come first.
     """
 
     @staticmethod
@@ -295,11 +296,11 @@ class _Loss(torch.autograd.Function):
         return of_rows, others.pop(0) if has_weight else None, others.pop(0) if has_bias else None, None
 
 
-# --- Weights in 4 bits, as bitsandbytes and peft have them ----------------------------------------
+# --- Weights in 4 bits, as bitsandbytes and peft store them ---------------------------------------
 
 
 class _Product4bit(torch.autograd.Function):
-    """Multiply by a 4-bit matrix, which each use unpacks: MatMul4Bit of bitsandbytes."""
+    """Multiply by a 4-bit matrix and unpack it at each use, as bitsandbytes' MatMul4Bit does."""
 
     @staticmethod
     def forward(ctx, rows, weight, bias):
@@ -313,14 +314,14 @@ class _Product4bit(torch.autograd.Function):
 
 
 class Linear4bit(torch.nn.Linear):
-    """Linear4bit of bitsandbytes: computes in the weight's dtype, returns the input's dtype."""
+    """Allocate as bitsandbytes' Linear4bit: compute in the weight's dtype, return the input's."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return _Product4bit.apply(rows.to(self.weight.dtype), self.weight, self.bias).to(rows.dtype)
 
 
 def quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
-    """Replace linear layers except the head with 4-bit ones, as loading does; freeze the model."""
+    """Freeze the model, and replace all linear layers except the head with 4-bit layers."""
     from transformers.pytorch_utils import Conv1D
 
     output, last = model.get_output_embeddings(), list(model.children())[-1]

@@ -31,9 +31,9 @@ EAGER, MATH = "eager", "math"
 LOOP = "loop"  # the model's own code loops over a sequence
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
-# The columns of a trace's allocations. A time is the number of allocations made before it.
-# SIZE: bytes. FREED: time of the release, NEVER if the allocation outlives the trace. COMPLETE: the
-# time when it becomes a parameter's gradient. LOGITS: 1 if the last dimension is the vocabulary.
+# The columns of a trace's allocations. Time is counted in allocations: how many were made before.
+# SIZE: bytes. FREED: time of the release, NEVER if the allocation outlives the trace. COMPLETE:
+# time when it becomes a complete gradient. LOGITS: 1 if the last dimension is the vocabulary.
 SIZE, FREED, COMPLETE, LOGITS = range(4)
 NEVER = 1 << 62
 ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of CUDACachingAllocator.cpp
@@ -50,7 +50,7 @@ class Weights:
     largest_layer: int = 0
     largest_parameter: int = 0  # parameters of the largest single tensor
     outside_layers: int = 0  # parameters in no layer: embeddings and the head
-    looked_up: int = 0  # parameters of an input embedding not tied to the head: a lookup, no FLOPs
+    looked_up: int = 0  # parameters of an input embedding not tied to the head: its lookup takes no FLOPs
     buffer_bytes: int = 0
     layers: tuple[int, ...] = ()  # parameters of each layer, in order; empty if the layers are unknown
     sizes: tuple[tuple[int, str], ...] = ()  # of each tensor: parameters, and TRAINED, IN_4_BITS or FROZEN
@@ -94,7 +94,7 @@ class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
     The forward makes the first `made_forward` rows of `allocations`. `kernels` names the unfused
-    attention kernels that ran, and LOOP. `made_by` names the operation behind each allocation.
+    attention that ran, and LOOP if `at_length` made the trace. `made_by` has each row's operation.
     """
 
     allocations: np.ndarray
@@ -104,10 +104,10 @@ class Traced:
 
     @cached_property
     def moments(self) -> np.ndarray:
-        """The bytes alive at each moment: columns activations, logits and complete gradients.
+        """The bytes alive at each moment, in the columns activations, logits and gradients.
 
-        Two moments follow each allocation: before and after the gradients that it completes move
-        from the column activations to the column gradients.
+        Two moments follow each allocation. In the second, the gradients that are complete by then
+        have moved from activations to gradients.
         """
         if not len(self.allocations):
             return np.zeros((1, 3), int)
@@ -132,7 +132,7 @@ NOTHING = Traced(np.empty((0, 4), int), 0)  # neither activations nor logits
 
 @dataclass(frozen=True)
 class Components:
-    """Bytes on one GPU at the moment that needs most."""
+    """Bytes on one GPU at the moment that needs the most memory."""
 
     parameters: int = 0
     gradients: int = 0
@@ -159,11 +159,11 @@ class Components:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-# The moments of a training that may need most on a GPU.
+# The moments of a training, one of which needs the most memory on a GPU.
 LOADING, TRAINING, UPDATE, EVALUATION = "loading", "training", "update", "evaluation"
 
 
-# --- What the flags say ---------------------------------------------------------------------------
+# --- What follows from the flags ------------------------------------------------------------------
 
 HALF, FP32 = 2, 4
 
@@ -174,13 +174,13 @@ MAX_LIVE_PARAMETERS = int(1e9)
 SUB_GROUP = int(1e9)
 
 # Bytes of a parameter in 4 bits: half a byte, and an fp32 scale per block of 64. Nested
-# quantisation keeps these scales in 8 bits, with an fp32 scale per 256 of them.
+# quantisation keeps these scales in 8 bits, with one fp32 scale per 256 scales.
 # Source: quantize_4bit in bitsandbytes/functional.py.
 HALF_A_BYTE, NF4, NF4_NESTED = 0.5, 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def recomputes(run: RunSpec) -> bool:
-    """True if the backward recomputes activations: by Trainer's checkpointing or FSDP's own."""
+    """True if the backward recomputes activations, by Trainer's or by FSDP's checkpointing."""
     return bool(run["gradient_checkpointing"]) or (
         run.engine.kind == "fsdp" and is_true(fsdp_section(run).get("activation_checkpointing"))
     )
@@ -197,7 +197,7 @@ def mixed_precision(run: RunSpec) -> str | None:
 
 
 def casts_the_model(run: RunSpec) -> bool:
-    """True if mixed precision casts the parameters, not each operation (`_prepare_fsdp2`)."""
+    """True if mixed precision casts the parameters and uses no autocast (`_prepare_fsdp2`)."""
     return run.engine.kind in ("deepspeed", "fsdp")
 
 
@@ -206,12 +206,12 @@ def loaded_bytes(run: RunSpec) -> int:
 
 
 def weight_bytes(run: RunSpec) -> int:
-    """Return a parameter's bytes in use: DeepSpeed and FSDP2 cast it to 16 bits, autocast not."""
+    """Return a parameter's bytes in a step. DeepSpeed and FSDP2 cast parameters to 16 bits."""
     return HALF if casts_the_model(run) and mixed_precision(run) else loaded_bytes(run)
 
 
 def trained_bytes(run: RunSpec) -> int:
-    """Return the bytes of a trained parameter. Its gradient has as many.
+    """Return the bytes of a trained parameter, which are also the bytes of its gradient.
 
     Adapters are fp32 except with DeepSpeed. In mixed precision, accelerate casts trained parameters
     to fp32 for FSDP2 (`fsdp2_prepare_model`).
@@ -226,7 +226,7 @@ def bytes_in_4_bits(run: RunSpec) -> float:
 
 
 def shards(run: RunSpec) -> int:
-    """Return the number of processes that share one copy of the states: HSDP has several copies."""
+    """Return how many processes share one copy of the states. HSDP makes several such copies."""
     return run.world_size // run.engine.parallelism.replicate
 
 
@@ -235,45 +235,45 @@ def shards(run: RunSpec) -> int:
 # Read from the source of torch 2.13 (torch/optim), transformers 5.23 (trainer_optimizer.py, and
 # Adafactor in optimization.py) and bitsandbytes 0.50, and compared with real updates in
 # tests/recipes/planner/test_optimizers.py. bitsandbytes updates in one kernel
-# (backends/cuda/ops.py), which allocates nothing. Neither does torch's fused AdamW.
+# (backends/cuda/ops.py), which allocates nothing. torch's fused AdamW allocates nothing either.
 
 # Numbers that an optimizer keeps per trained parameter, by the start of `optim` without "paged_".
 # All other optimizers keep two, as Adam does. Adafactor keeps a row and a column of each matrix.
 _MOMENTS = {"sgd": 0, "lomo": 0, "adalomo": 0, "adafactor": 0.01, "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3}
 _IN_8_BITS = 1 + FP32 / 256  # a byte, and an fp32 scale per block of 256: bitsandbytes (blockwise) and torchao
 _IN_4_BITS = 0.5 + FP32 / 128  # torchao/optim/adam.py: blocks of 128
-_IN_FP32 = ("adafactor", "lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_32bit")  # whatever the weights' dtype
+_IN_FP32 = ("adafactor", "lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_32bit")  # for any dtype of weights
 
-# Temporaries of torch's foreach update (torch's default on a GPU), in copies of all parameters.
+# How many copies of all parameters torch's foreach update (the default on a GPU) makes for a while.
 # These are upper bounds: some optimizers make one copy only for weight decay or momentum.
 _TEMPORARIES = {"adamw_torch": 1, "adagrad": 2, "rmsprop": 2, "sgd": 1}
 
 
 def moments_of(run: RunSpec) -> float:
-    """Return the count of numbers that the optimizer keeps for each trained parameter."""
+    """Return how many numbers the optimizer keeps for each trained parameter: 2 for Adam."""
     optim = str(run["optim"]).removeprefix("paged_")
     kept = next((count for name, count in _MOMENTS.items() if optim.startswith(name)), 2)
     return kept + ("momentum" in str(run["optim_args"]))
 
 
 def few_bits(run: RunSpec) -> float | None:
-    """Return the bytes of a number in the state of an 8-bit or 4-bit optimizer, None for others."""
+    """Return the bytes per number in an 8-bit or 4-bit optimizer's state, None for others."""
     optim = str(run["optim"])
     return _IN_8_BITS if "8bit" in optim else _IN_4_BITS if "4bit" in optim else None
 
 
 def optimizer_bytes_per_parameter(run: RunSpec) -> float:
-    """Return a lower bound of the optimizer's bytes per trained parameter, over all devices."""
+    """Return at least how many bytes per trained parameter the optimizer keeps on all devices."""
     copy = FP32 if run.engine.kind == "deepspeed" else 0  # the fp32 copy of the parameter
     in_fp32 = copy or str(run["optim"]).removeprefix("paged_").startswith(_IN_FP32)
     return copy + moments_of(run) * (few_bits(run) or (FP32 if in_fp32 else trained_bytes(run)))
 
 
 def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[int]]:
-    """Return the sizes that an update allocates, in groups: each is freed before the next.
+    """Return the sizes that an update allocates, in groups. Each group is freed before the next.
 
-    `width` is the bytes of a trained parameter. Adafactor updates one matrix at a time, and keeps
-    `update` of the previous one; small norms and biases, which Trainer groups apart, are left out.
+    `width` is the bytes of a trained parameter. Adafactor updates one matrix at a time, while the
+    tensor `update` of the previous matrix still exists. Small norms and biases are left out.
     """
     if run["optim"] != "adafactor":
         trained = [size for size, kind in weights.sizes if kind == TRAINED] or [weights.trained]
@@ -287,11 +287,11 @@ def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[
 
 
 class Memory:
-    """The memory of a run of which each of the `accumulation` micro-batches has the given trace.
+    """The memory of a run in which all `accumulation` micro-batches have the trace `micro_batch`.
 
     `evaluation` is the trace of an evaluation batch, None without evaluations. `context` is the
-    memory that CUDA itself takes on a GPU, None for the published value. All sizes are in bytes;
-    sizes of states are one GPU's share.
+    memory that CUDA itself takes on a GPU, None for the published value. All sizes are in bytes.
+    Sizes of states are one GPU's share.
     """
 
     def __init__(
@@ -309,8 +309,8 @@ class Memory:
         self.stage = run.engine.zero_stage
         self.offloads = run.engine.offload_optimizer != "none"
         self.offloads_parameters = run.engine.offload_param != "none"
-        # Gradients become views of DDP's buckets when they are reduced. If only the last
-        # micro-batch is reduced, the gradients of earlier ones exist beside the buckets.
+        # Gradients become views of DDP's buckets when DDP reduces them. If DDP reduces only in the
+        # last micro-batch, the gradients of earlier micro-batches exist beside the buckets.
         self.viewed = run["gradient_as_bucket_view"] and run.world_size > 1 and not casts_the_model(run)
         self.beside_views = self.viewed and accumulation > 1 and not syncs_each_micro_batch(run)
 
@@ -321,14 +321,14 @@ class Memory:
 
     @cached_property
     def moment(self) -> str:
-        """The moment that needs most on the GPU: LOADING, TRAINING, UPDATE or EVALUATION."""
+        """The moment that needs the most GPU memory: LOADING, TRAINING, UPDATE or EVALUATION."""
         return max(self._moments, key=lambda name: self._moments[name].total)
 
     @cached_property
     def _moments(self) -> dict[str, Components]:
-        """The memory of each GPU at each moment. Raises `UserError` for tensor parallelism."""
+        """One GPU's memory by the name of the moment. Raises `UserError` for tensor parallelism."""
         if self.run.engine.parallelism.sharing > 1:
-            what = "cannot be planned: the share of this model that each process of a group holds is unknown"
+            what = "cannot be planned, because it is unknown which share of this model each process holds"
             raise mistake("tensor_parallel", what, "use recipes fit, which measures the memory")
         after = Components(
             parameters=self.parameters,
@@ -339,9 +339,8 @@ class Memory:
         states = replace(after, buffers=after.buffers + (self.gradients if self.beside_views else 0))
         if self.stage in (1, 2):  # ZeRO-1 and ZeRO-2 hold their bucket in the backward only
             after = replace(after, buffers=self.weights.buffer_bytes)
-        # Each GPU loads all weights in 4 bits before they are sharded. `fsdp2_prepare_model` shards
-        # them, or DeepSpeed does, as transformers uses no `zero.Init` for 4-bit weights
-        # (`get_init_context` of modeling_utils.py).
+        # Each GPU loads all 4-bit weights before `fsdp2_prepare_model` or DeepSpeed shards them:
+        # for 4-bit, transformers uses no `zero.Init` (`get_init_context` of modeling_utils.py).
         whole = math.ceil(self._stored_bytes) if self.weights.in_4_bits else 0
         optimizer = after.optimizer + self.update
         found = {
@@ -357,13 +356,13 @@ class Memory:
         return found
 
     def _fullest(self, states: Components, traced: Traced, accumulation: int) -> Components:
-        """Return the states with the memory that is added when a micro-batch needs most."""
+        """Return `states` plus what a micro-batch adds at the moment that needs the most memory."""
         alive, logits, made = traced.moments.T
         gathered = sent = 0 * made  # gathered parameters, and buffers for sending
         if self.kind != "fsdp":
-            # Gradients appear one by one while activations are freed. All of them exist throughout
-            # with bucket views, with accumulation, and with DeepSpeed, which moves each gradient to
-            # a bucket at once.
+            # Gradients appear one by one while activations are freed. But all gradients take memory
+            # all the time with bucket views, with accumulation, and with DeepSpeed, which moves
+            # each new gradient to a bucket immediately.
             stays = self.kind == "deepspeed" or self.viewed or accumulation > 1
             gradients = np.full_like(made, self.gradients) if stays else made
         else:
@@ -388,25 +387,25 @@ class Memory:
         )
 
     def _held_by_fsdp(self, done: np.ndarray, is_forward: np.ndarray, has_logits: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the bytes of gathered parameters, of whole gradients, and of the buffers that
-        gradients are scattered from, while the share `done` of the gradients is complete.
+        """Return three arrays of bytes, by moment: gathered parameters, gradients that are not yet
+        sharded, and buffers for scattering. `done` is the share of gradients that are complete.
 
         Read from the source of torch 2.13 and accelerate 1.15, and compared with the live bytes of
         real ranks by tests/benchmarks/sharded.py:
 
         - `fsdp2_prepare_model` (accelerate/utils/fsdp_utils.py) makes these units: each layer; the
-          input embedding, unless it is tied to the head; the tail of last norm and head. The tail
-          stays gathered from its forward to its backward. A tied embedding belongs to the tail,
-          which is then gathered from the first operation on.
+          input embedding, unless it is tied to the head; the tail, which is the last norm and the
+          head. The tail stays gathered from its forward to its backward. A tied embedding belongs
+          to the tail, and the tail is then gathered from the first operation on.
         - A unit is gathered into one buffer, then copied from the buffer into the parameters. In
-          the forward, the buffer stays until the next unit is copied (`wait_for_unshard` still has
-          a name for it): three layers are held. In the backward, the next unit's buffer is filled
-          meanwhile (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`). One process
-          gathers nothing and has no such buffer.
+          the forward, a variable of `wait_for_unshard` keeps the buffer until the next unit is
+          copied, so three layers are in memory. In the backward, the next unit's buffer is filled
+          during a unit's backward (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`). One
+          process gathers nothing and needs no buffer.
         - A unit's gradients are whole until the unit's backward ends. Their scatter buffer stays
           until the next unit has made a buffer (`FSDPParamGroup.post_backward`, `foreach_reduce`).
-        - Without `sync_each_batch`, Trainer calls accelerate's `no_sync` for all micro-batches of a
-          step but the last: gradients are then not scattered, and each GPU holds all gradients.
+        - Without `sync_each_batch`, Trainer calls accelerate's `no_sync` in every micro-batch of a
+          step except the last. Gradients are then not scattered: each GPU holds all gradients.
         """
         weights, width, ranks = self.weights, weight_bytes(self.run), shards(self.run)
         in_layers = max(1, weights.total - weights.outside_layers)
@@ -418,7 +417,7 @@ class Memory:
         of_layer = weights.largest_layer * width * trained_in_layers / in_layers
         of_tail, of_table, of_all = tail * trains_all, table * trains_all, weights.trained * width
         copies = 2 if ranks > 1 else 1  # of a unit while it is gathered: buffer and parameters
-        cast = layer / ranks if ranks > 1 else 0  # a shard in the dtype of the gather, for a moment
+        cast = layer / ranks if ranks > 1 else 0  # a shard is cast to the dtype of the gather
         tied = not table
         always = tail if tied else 0
         made = done * of_all
@@ -436,31 +435,31 @@ class Memory:
 
     @property
     def _stored_bytes(self) -> float:
-        """Bytes of the whole model between steps, in the dtypes that the weights have then."""
+        """Bytes of the whole model between steps, before it is sharded."""
         weights = self.weights
         frozen = (weights.total - weights.in_4_bits - weights.trained) * self.frozen_width
         return weights.in_4_bits * bytes_in_4_bits(self.run) + weights.trained * trained_bytes(self.run) + frozen
 
     @property
     def frozen_width(self) -> int:
-        """Bytes between steps of a parameter that is neither trained nor in 4 bits."""
-        # FSDP's shards of frozen weights keep the dtype that they were loaded in.
+        """Bytes of a frozen parameter between steps, unless the parameter is in 4 bits."""
+        # FSDP's shards of frozen weights keep the dtype in which the weights were loaded.
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 
     def _shard(self, size: float, from_stage: int) -> int:
-        """Return one GPU's share of a state. ZeRO shards it from this stage on, FSDP2 always."""
+        """Return one GPU's share of a state that FSDP2 shards, and ZeRO from `from_stage` on."""
         sharded = self.kind == "fsdp" or (self.kind == "deepspeed" and self.stage >= from_stage)
         return math.ceil(size / shards(self.run)) if sharded else math.ceil(size)
 
     @cached_property
     def parameters(self) -> int:
-        if self.kind == "fsdp":  # each GPU holds all scales of 4-bit weights: FSDP shards parameters only
+        if self.kind == "fsdp":  # FSDP does not shard the scales of 4-bit weights: each GPU holds all
             scales = self.weights.in_4_bits * (bytes_in_4_bits(self.run) - HALF_A_BYTE)
             return math.ceil(scales) + (0 if self.offloads_parameters else self._shard(self._stored_bytes - scales, 3))
         stored = self._shard(self._stored_bytes, 3)
         if self.stage < 3:
             return stored
-        # Parameters that ZeRO-3 has fetched and not released. It fetches all experts of a layer.
+        # ZeRO-3 fetches parameters, and releases them later. It fetches all experts of a layer.
         gathered = min(self.weights.total, max(MAX_LIVE_PARAMETERS, self.weights.largest_layer))
         return gathered * weight_bytes(self.run) + (0 if self.offloads_parameters else stored)
 
@@ -473,9 +472,9 @@ class Memory:
     def gradients_in_update(self) -> int:
         """Bytes of the gradients while the weights are updated.
 
-        DeepSpeed makes a flat copy of this GPU's share, and a copy of that copy in fp32 (`step` of
-        stage_1_and_2.py). ZeRO-3 does so for a billion parameters at a time. ZeRO-1 still holds all
-        gradients when it copies the share. Two ranks on a CPU were seen to hold exactly this.
+        DeepSpeed makes a flat copy of this GPU's share, and copies the flat copy to fp32 (`step` of
+        stage_1_and_2.py). ZeRO-3 makes both copies for a billion parameters at a time. ZeRO-1 still
+        holds all gradients when it copies the share. Two ranks on a CPU held exactly these bytes.
         """
         width = weight_bytes(self.run)
         if self.kind != "deepspeed" or not self.gradients:
@@ -485,7 +484,7 @@ class Memory:
 
     @property
     def _share(self) -> int:
-        """Trained parameters that one GPU updates if the update is sharded."""
+        """The number of trained parameters that one GPU updates if the update is sharded."""
         return math.ceil(self.weights.trained / shards(self.run))
 
     @property
@@ -504,9 +503,9 @@ class Memory:
 
     @cached_property
     def update(self) -> int:
-        """Bytes of the update's temporaries.
+        """Bytes that the update allocates for a while.
 
-        DeepSpeed gives torch's optimizer one flat fp32 parameter, ZeRO-3 one per billion.
+        DeepSpeed gives torch's optimizer one flat fp32 parameter. ZeRO-3 gives it one per billion.
         """
         if self.offloads:
             return 0
@@ -519,7 +518,7 @@ class Memory:
 
     @property
     def _bucket_bytes(self) -> int:
-        if self.kind == "deepspeed":  # the bucket, and a gradient on its way into it
+        if self.kind == "deepspeed":  # the bucket, and a gradient before its copy to the bucket
             return (REDUCE_BUCKET + self.weights.largest_parameter) * weight_bytes(self.run)
         if self.kind in ("single", "fsdp") or self.run.world_size == 1 or self.run["gradient_as_bucket_view"]:
             return 0
@@ -529,7 +528,7 @@ class Memory:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Bytes of RAM that the node with the largest need takes at its fullest moment."""
+        """Bytes of RAM at the fullest moment, on the node that needs the most RAM."""
         kept, gradients = self._offloaded_bytes
         return round(max(self._loading_bytes, kept + gradients, kept + self._saving_bytes))
 
@@ -537,12 +536,12 @@ class Memory:
     def _loading_bytes(self) -> float:
         """Bytes of the model in a node's RAM while all processes of the node load it.
 
-        - ZeRO-3 makes each parameter as shards on the GPUs. Only rank 0 maps the files
+        - ZeRO-3 creates each parameter as shards on the GPUs. Only rank 0 maps the files into RAM
           (`_load_pretrained_model` of transformers 5.23), in the dtype of the files.
-        - FSDP2: only rank 0 reads and sends, unless `cpu_ram_efficient_loading` is off. Before
-          that, each process casts all trained parameters to fp32 (`fsdp2_prepare_model`), even a
-          process that read nothing.
-        - Weights in 4 bits: each process sends its own weights to its GPU.
+        - FSDP2: only rank 0 reads the weights and sends them, unless `cpu_ram_efficient_loading` is
+          off. Before rank 0 sends, each process casts all trained parameters to fp32
+          (`fsdp2_prepare_model`), even a process that has read nothing.
+        - Weights in 4 bits: each process has a copy. For FSDP2, only one copy is counted.
         - In all other cases each process holds the whole model.
         """
         run, weights = self.run, self.weights
@@ -560,14 +559,14 @@ class Memory:
 
     @property
     def _offloaded_bytes(self) -> tuple[float, float]:
-        """Bytes that offload keeps on a node between steps, and bytes of FSDP's gradients.
+        """Bytes that offload keeps in a node's RAM between steps, and bytes of FSDP's gradients.
 
-        The update frees FSDP's gradients. With DeepSpeed an offloaded parameter takes 18 bytes: an
-        fp32 copy, the gradient and two moments, and a 16-bit copy to send back
+        The update frees FSDP's gradients. With DeepSpeed an offloaded parameter takes 18 bytes: 16
+        for an fp32 copy, the gradient and two moments, 2 for a 16-bit copy to send back to the GPU
         (deepspeed/runtime/zero/stage_1_and_2.py).
         """
         share = self.run.local_world_size / self.run.world_size
-        if self.kind == "fsdp" and self.offloads:  # shards are the parameters; moments and gradients are fp32
+        if self.kind == "fsdp" and self.offloads:  # the shards are the parameters themselves; moments, gradients: fp32
             kept = self._stored_bytes + 2 * FP32 * self.weights.trained
             return kept * share, FP32 * self.weights.trained * share
         states = 18 * self.weights.trained * share if self.offloads else 0
@@ -576,7 +575,7 @@ class Memory:
 
     @property
     def _saving_bytes(self) -> float:
-        """Bytes of the weights' copies in RAM during a save. GPUs gather one parameter at a time.
+        """Bytes of the copies of weights in RAM during a save. GPUs gather one parameter at a time.
 
         ZeRO-1 and ZeRO-2 copy the whole model in every process (`Accelerator.get_state_dict`),
         though only rank 0 writes it. ZeRO-3 and FSDP2 gather the model on rank 0, where safetensors

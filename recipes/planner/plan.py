@@ -32,14 +32,14 @@ _FASTEST_FIRST = ("fast", "standard", "sharded", "memory", "memory_zero3")
 
 @dataclass(frozen=True)
 class Plan:
-    """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
+    """The plan of every requested recipe on one GPU.
 
-    The fastest recipe takes the least time in the known parts of a step. Of equally fast recipes,
-    the first without added checkpointing is recommended.
+    `recommended` is the fastest recipe that fits, None if none fits. The fastest recipe has the
+    shortest known time of a step; of equally fast recipes, one without added checkpointing wins.
     """
 
     model: str
-    shape: str  # describes the shape that stands for a size, or for a model the Hub did not give; else empty
+    shape: str  # describes the shape planned for a size, or for a model that the Hub did not give; else empty
     parameters: int
     trained: int
     gpu: str
@@ -50,17 +50,17 @@ class Plan:
     recipes: tuple[Planned, ...]
     recommended: str | None
     command: str  # the whole command of the recommended recipe, empty if none fits
-    advice: tuple[Problem, ...]  # of `recipes check`, on the recommended recipe, or else on the first
-    short_of_ram: bool  # nothing fits, and the requested recipe lacks only RAM of the nodes
-    choices: tuple[Planned, ...]  # the splits of the global batch: of the recommended recipe, or of the first
-    next_steps: tuple[NextStep, ...]  # changes to try if nothing fits; or if only offload fits, without offload
+    advice: tuple[Problem, ...]  # of `recipes check` about the recommended recipe, or the first if none fits
+    short_of_ram: bool  # no recipe fits, and for the requested recipe only the nodes' RAM is too small
+    choices: tuple[Planned, ...]  # every split of the global batch, for the recommended recipe or the first
+    next_steps: tuple[NextStep, ...]  # changes to try if nothing fits; changes without offload if only offload fits
     refused: dict[str, str]  # the recipes that are not legal with these flags, and why
-    mfu: float  # an assumption of the times, as are the next three fields
+    mfu: float  # times assume this and the next three fields
     mfu_source: str
     bandwidth: float | None  # bytes per second, None if unknown
     link: str
     context: Context
-    unknown_compute: str  # why times leave out compute, so that `mfu` has no effect; empty if they include it
+    unknown_compute: str  # why times leave out compute (then `mfu` has no effect); else empty
 
 
 def plan_memory(
@@ -80,13 +80,13 @@ def plan_memory(
     """Plan the memory of training `model`: a Hub id, a folder, a config.json, or a size (7B).
 
     Give either `gpu`, the GPU's name, or `gpu_memory`, the GPU's usable GB (10^9 bytes).
-    `num_processes` counts all GPUs. `recipe` limits the plan to one recipe; without it, all recipes
-    but baseline are planned. `argv` are flags of train.py. `accelerate_config` is an Accelerate
-    YAML that replaces each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and
-    `bandwidth` in GB/s between GPUs; the defaults are published values for such GPUs. `host_memory`
-    is the RAM of one node in GB; without it, any need of RAM fits. Only a config is downloaded, and
-    no GPU is needed. Raises `UserError` if the request is wrong, or if no requested recipe is legal
-    with these flags.
+    `num_processes` is the number of all GPUs. `recipe` limits the plan to one recipe; if it is
+    None, all recipes except baseline are planned. `argv` are flags of train.py. `accelerate_config`
+    is an Accelerate YAML that replaces each recipe's own. Times assume the share `mfu` of the GPU's
+    peak FLOP/s, and `bandwidth` in GB/s between GPUs; the defaults are published values for such
+    GPUs. `host_memory` is the RAM of one node in GB; if it is None, any need of RAM fits. Only a
+    config is downloaded, and no GPU is needed. Raises `UserError` if the request is wrong, or if no
+    requested recipe is legal with these flags.
     """
     if num_processes % nodes:
         what = f"{plural(num_processes, 'process')} cannot be split evenly over {nodes} nodes"
@@ -97,10 +97,10 @@ def plan_memory(
     name = str(model) if isinstance(model, (str, Path)) else model.name_or_path
     request = Request(name, None, card, num_processes, nodes, tuple(argv), accelerate_config)
     names = _names(recipe, argv, accelerate_config, num_processes)
-    legal, _ = _legal_runs(request, names)  # refuses before the imports, which take seconds
+    legal, _ = _legal_runs(request, names)  # raises before the imports, which take seconds
     config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
     request = replace(request, config=config.to_dict())
-    gc.freeze()  # without it, collections visit all of torch and transformers: a fifth of a plan's time
+    gc.freeze()  # else collections visit every object of torch and transformers: a fifth of a plan's time
     host = round(host_memory * 1e9) if host_memory else None
     planner = Planner(Estimator(config), card.memory_bytes, host, mfu, bytes_per_second)
     legal, refused = _legal_runs(request, names)
@@ -138,7 +138,7 @@ def plan_memory(
 
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int | None = None) -> Planned:
-    """Plan a run at the largest micro-batch that fits `usable_bytes`, or else at the run's own."""
+    """Plan a run at the largest micro-batch that fits `usable_bytes`; at the run's own if None."""
     planner = Planner(Estimator(config), usable_bytes or sys.maxsize)
     return planner.best(run) if usable_bytes else planner.at(run, run.batch.micro)
 
@@ -152,7 +152,7 @@ class Request:
 
     `model` is the user's text, empty for a configuration without a name. `config` is None until
     it is read: until then, the rules check only what does not depend on the configuration.
-    `accelerate_config` is the user's Accelerate YAML, None without one.
+    `accelerate_config` is the user's Accelerate YAML, None if the user gives none.
     """
 
     model: str
@@ -164,7 +164,7 @@ class Request:
     accelerate_config: str | None
 
     def run(self, recipe: str, **flags: object) -> RunSpec:
-        """Return this recipe's run with `flags` replaced. Raises `UserError` if it is not legal."""
+        """Return the run of `recipe` with these flags. Raises `UserError` if it is not legal."""
         local = self.num_processes // self.nodes
         liger = package_folder("liger_kernel") is not None
         place = here(
@@ -189,7 +189,7 @@ class Request:
         batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
         known = self.model and not is_size(self.model) and not Path(self.model).is_file()
         model = ["--model_name_or_path", self.model if known else "YOUR_MODEL"]
-        if not known and self._asked.explicit("model_name_or_path"):  # --config's file has it
+        if not known and self._asked.explicit("model_name_or_path"):  # --config's file names it
             model = []
         data = [] if self._asked["dataset_name"] else ["--dataset_name", "YOUR_DATA"]
         words = ["--recipe", entry.name, *model, *self._with({**flags, **entry.flags, **batch}), *data]
@@ -200,7 +200,7 @@ class Request:
         return shlex.join(["recipes", "submit", "slurm", *yaml, *nodes, *words[:2], "--", *words[2:]])
 
     def _with(self, flags: Settings) -> list[str]:
-        """Return the user's flags with `flags` replaced, and always the user's global batch."""
+        """Return the user's flags, updated with `flags`. The user's global batch always stays."""
         if asks_for_a_micro_batch(self._asked) and "per_device_train_batch_size" in flags:
             flags = {"global_batch_size": self._asked.batch.total, **flags}
         return with_flags(self.argv, flags)
@@ -211,7 +211,7 @@ class Request:
 
 
 def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
-    """Return legal runs, and why others are refused. Raises the first `UserError` if all are."""
+    """Return legal runs, and why the others are refused. Raise the first error if none is legal."""
     runs: list[RunSpec] = []
     refused: dict[str, UserError] = {}
     for name in names:
@@ -225,10 +225,10 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
 
 
 def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None, processes: int) -> list[str]:
-    """Return the recipes to plan: `recipe`, or a --config's recipe, or else all but baseline.
+    """Return the recipes to plan: `recipe`, or the recipe of --config, or all except baseline.
 
-    An Accelerate YAML replaces a recipe's engine, so the recipes that consist of their engine are
-    left out with one. On one GPU `sharded` is left out, as there is nothing to shard.
+    An Accelerate YAML replaces a recipe's engine, so recipes that only choose an engine are left
+    out if a YAML is given. On one GPU `sharded` is left out, because there is nothing to shard.
     """
     if recipe:
         return [recipe]
@@ -253,9 +253,9 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
 
 
 def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
-    """Plan the run as it fits best, with checkpointing, which is faster than offload, if needed.
+    """Plan the run at the largest micro-batch that fits. If none fits, add checkpointing.
 
-    The changes do not alter the training's results. A note names each change.
+    Checkpointing is faster than offload, and does not change results. A note names each change.
     """
     entry = planner.best(run)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
@@ -286,16 +286,16 @@ class NextStep:
 
     @property
     def adapters(self) -> bool:
-        """True if the step trains adapters and not all weights."""
+        """True if the changed run trains adapters and not all weights."""
         return self.planned.run["use_peft"]
 
 
 def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned | None) -> list[NextStep]:
     """Return changes to try, in order, if nothing fits, or alternatives if only offload fits.
 
-    `row` is the plan of the requested run. If nothing fits, each change saves GPU memory, or RAM of
-    the node if only RAM is short; of changes with equal needs, the first is returned. If only
-    offload fits, the first change that fits without it is returned, and the first with adapters.
+    `row` is the plan of the requested run. If nothing fits, each change saves GPU memory, or RAM if
+    only RAM is too small; of changes with equal needs, only the first is returned. If only offload
+    fits, the first change that fits without offload is returned, and the first such with adapters.
     """
     if best and best.run.engine.offload_optimizer == "none":
         return []
@@ -313,7 +313,7 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 
 
 def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[NextStep]:
-    """Yield each change as it fits best, then with Liger's loss if only the logits are too much.
+    """Yield each change, and the change with Liger's loss if only the logits do not fit.
 
     Changes that are not legal here, or that peft refuses, are left out. The user's Accelerate YAML
     stays for `standard` and for the recipe of `row`; a step to another recipe drops the YAML.
@@ -369,7 +369,7 @@ def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]
     yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"
     yield "memory_zero3", {"optim": None}, f"{recomputed}; Adam and parameters on the host: {{host}}"
     yield "standard", lora, "none: frozen weights save as much as the second forward pass costs"
-    if not asked["load_in_4bit"]:  # frozen weights do not have 4 bits already
+    if not asked["load_in_4bit"]:  # frozen weights are not in 4 bits already
         yield "standard", in_16_bits, "none; frozen weights in 16 bits"
         if several:
             yield "sharded", in_16_bits, "frozen weights in 16 bits, gathered per micro-batch"

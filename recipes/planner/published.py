@@ -24,7 +24,7 @@ def catalogue_name(name: str) -> str:
 # two-way figure in NVIDIA's data sheets. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S: Gen4,
 # 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
 _PCIE = {7: 16e9, 8: 32e9}
-# Adam on the host, seconds per parameter and node: 8.2 s for 11.6B by DeepSpeed's author, in
+# Adam on the host, seconds per parameter and node. DeepSpeed's author reports 8.2 s for 11.6B in
 # github.com/deepspeedai/DeepSpeed/pull/735. issues/6834 reports 10 s for 18B on each node.
 ADAM_SECONDS = 8.2 / 11.6e9
 
@@ -52,13 +52,13 @@ _READ = {
     "A100": (426, "published for A100 (driver 535.183, CUDA 12.2, github.com/pytorch/torchrec/pull/3580)"),
     "H200": (770, f"measured on an H200 ({_OURS})"),
 }
-_READ["H100"] = _READ["H200"]  # the same processor and kernels
-_NCCL = 546  # MiB of a communicator, measured beside it with one rank
+_READ["H100"] = _READ["H200"]  # the H200 has the same processor and kernels
+_NCCL = 546  # MiB of a communicator in addition to the context, measured with one rank
 
 
 def context_of(run: RunSpec) -> Context:
-    """Return what CUDA and NCCL take on each GPU of this run: the value read on such a GPU, or else
-    the largest one. It is 0 on a CPU.
+    """Return the memory that CUDA and NCCL take on each GPU of this run: the value measured on such
+    a GPU, or else the largest known value; 0 on a CPU.
     """
     if not run.hardware.cuda:
         return Context(0, "")
@@ -67,5 +67,5 @@ def context_of(run: RunSpec) -> Context:
     mib, source = _READ[alike] if alike else max(_READ.values())
     source = source if alike else f"the largest known value, {source}"
     if run.world_size > 1:
-        mib, source = mib + _NCCL, f"{source}, and {_NCCL} MiB of NCCL for one rank, which may be more"
+        mib, source = mib + _NCCL, f"{source}, and {_NCCL} MiB of NCCL with one rank; more ranks may take more"
     return Context(round(mib * _MIB), source)

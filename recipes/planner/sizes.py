@@ -49,7 +49,7 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
         raise mistake("model", f"{model} cannot be read: {one_line(error)}", wanted) from None
 
 
-# --- A size stands for the shape of the public model nearest to it --------------------------------
+# --- A size gets the shape of the nearest public model --------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def tables(self) -> int:
-        """Parameters of the embedding, of the head unless it is tied, and of the last norm."""
+        """Parameters of the embedding, the last norm, and the head unless the head is tied."""
         return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
 
 
@@ -110,8 +110,8 @@ def _shape_of(model: str) -> tuple[Shape, Shape]:
     """Return the shape to plan, and the shape of the public model that it is made from.
 
     `model` is a size or a public model's name. A public model within 2 % of the size keeps its
-    shape. Otherwise the nearest one gets more or fewer layers, and the MLP takes the remaining
-    parameters, with a width in multiples of 8. Raises `UserError` for an impossible size.
+    shape. Otherwise the nearest model gets more or fewer layers, and its MLP width changes in steps
+    of 8 to reach the size. Raises `UserError` for an impossible size.
     """
     if model in SHAPES:
         return SHAPES[model], SHAPES[model]
@@ -129,8 +129,8 @@ def _shape_of(model: str) -> tuple[Shape, Shape]:
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """Return the configuration of a model of this size. Raises `UserError` if it is impossible."""
-    shape, _ = _shape_of(model)  # refuses before the import, which takes seconds
+    """Return the configuration of a model of this size. Raises `UserError` for a wrong size."""
+    shape, _ = _shape_of(model)  # raises before the import, which takes seconds
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
@@ -149,7 +149,7 @@ def config_of(model: str) -> PreTrainedConfig:
 
 
 def description(model: str) -> str:
-    """Describe on one line the shape that a size, or a public model's name, stands for."""
+    """Return one line about the shape that is planned for a size or a public model's name."""
     shape, public = _shape_of(model)
     like = "the shape of" if shape == public else "a shape like that of"
     like = "the model could not be read from the Hub: this is the known shape of" if model in SHAPES else like

@@ -1,7 +1,7 @@
 """The time of a step: FLOPs at a given share of the GPU's peak, bytes at a given bandwidth.
 
-Pure arithmetic. Data, evaluation and saves are left out. Offload is added to the rest, though both
-may overlap.
+Pure arithmetic. Data, evaluation and saves are left out. The time of offload is added to the other
+times, although offload may overlap with compute.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from recipes.run.known_gpus import CATALOGUE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# The share of a GPU's peak that trainings reach (MFU), and its source. The first entry that the
-# GPU's name begins with counts. torchtitan: Llama 3 8B with FSDP2, in docs/performance.md,
+# The share of a GPU's peak that trainings reach (MFU), and its source. The first entry with which
+# the GPU's name begins is used. torchtitan: Llama 3 8B with FSDP2, in docs/performance.md,
 # 33 % on eight H100 without torch.compile (39 % with it), 57 % on 64 A100. RTX 4090: GPT-2 at 29 %
 # of an A100's peak, github.com/karpathy/nanoGPT/issues/182. V100: bert-large in fp16, 18.64
 # sequences of 512 tokens per second, in Hugging Face's guide to training on a single GPU.
@@ -61,10 +61,10 @@ def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
 class StepTime:
     """One optimizer step: seconds (None if unknown), and the bytes that each GPU sends.
 
-    `host` is the time that offload adds: PCIe, and Adam on the host, as published. It is a lower
-    bound: in gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, offload cuts the
-    throughput of a 7B on 8 A800 to 46 %. `hidden` is the communication time that compute can hide
-    at most.
+    `host` is the time that offload adds, for PCIe and for Adam on the host at published speeds. The
+    real time may be longer: in gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, offload
+    cuts the throughput of a 7B on 8 A800 to 46 %. `hidden` is the most communication time that
+    compute can hide.
     """
 
     compute: float | None
@@ -75,7 +75,7 @@ class StepTime:
 
     @property
     def total(self) -> float | None:
-        """Seconds of a step, None if compute is unknown. Unknown communication counts as 0."""
+        """Seconds of a step, None if compute is unknown. Unknown communication is taken as 0."""
         return None if self.compute is None else self.known
 
     @property
@@ -119,10 +119,10 @@ def _peak(run: RunSpec) -> float | None:
 
 
 def model_flops(parameters: int, config: PreTrainedConfig, length: float) -> float:
-    """Return 6N + 6*layers*heads*head_dim*length training FLOPs per token (half for causal masks).
+    """Return the training FLOPs per token: 6N + 6*layers*heads*head_dim*length.
 
-    N is `parameters`. They exclude an input embedding that is not tied to the head: a lookup takes
-    no FLOPs. Source: PaLM (Chowdhery et al. 2022), appendix B.
+    N is `parameters`, without an untied input embedding, because a lookup takes no FLOPs. Source:
+    PaLM (Chowdhery et al. 2022), appendix B; the causal mask halves the paper's attention term.
     """
     return 6 * parameters + _attention_flops(config, length)
 
@@ -145,7 +145,7 @@ def unknown_compute(run: RunSpec, config: PreTrainedConfig) -> str:
 
 
 def flops_per_token(run: RunSpec, weights: Weights, config: PreTrainedConfig, length: int) -> float | None:
-    """Return the FLOPs per token, with recomputed ones, or None if `model_flops` does not hold.
+    """Return the FLOPs per token with recomputation, None if `model_flops` does not hold.
 
     Of the six FLOPs per parameter, two are for the forward pass, two for the gradient of the input,
     and two for the gradient of the weight, which frozen weights skip. Checkpointing runs the
@@ -169,8 +169,8 @@ def _attention_flops(config: PreTrainedConfig, length: float) -> float:
 def exchanges(run: RunSpec, accumulation: int) -> int:
     """Return how many times gradients are reduced in an optimizer step.
 
-    DDP and FSDP2 reduce once at any accumulation: Trainer skips the reduction in all micro-batches
-    but the last, unless `sync_each_batch` is set. ZeRO-2 and ZeRO-3 reduce in every one.
+    DDP and FSDP2 reduce once at any accumulation, because Trainer skips the reduction in all
+    micro-batches but the last, unless `sync_each_batch` is set. ZeRO-2 and ZeRO-3 reduce in each.
     """
     if run.world_size == 1:
         return 0
@@ -199,7 +199,7 @@ def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
 
 
 def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int) -> int:
-    """Return the bytes gathered and scattered among shards, and reduced among replicas (HSDP)."""
+    """Return a GPU's bytes to gather and scatter among shards, and reduce among HSDP's replicas."""
     copies = run.engine.parallelism.replicate
     among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
     times = exchanges(run, accumulation)
@@ -221,12 +221,12 @@ def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:
     """Return the bytes between one GPU and its host in a step, both ways, with optimizer offload.
 
     The GPU's share of the gradients goes to the host once in fp32, for Adam. With accumulation,
-    DeepSpeed keeps the sum of gradients on the host and adds to it on the GPU: the 16-bit sum goes
-    to the host after every micro-batch, and comes back for all but the first. ZeRO-3 moves the sum
-    both ways for every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
+    DeepSpeed stores the 16-bit gradient sum on the host, but adds on the GPU. So the sum goes to
+    the host after every micro-batch, and returns before each but the first. ZeRO-3 moves the sum
+    both ways in every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
     `async_inplace_copy_grad_to_fp32_buffer_from_gpu` in stage_1_and_2.py, `partition_grads` in
-    stage3.py). Updated parameters return once; offloaded ones return for every forward and
-    backward. FSDP2 sends shards in fp32 (`all_gather_inputs` in torch's _fsdp_param.py).
+    stage3.py). Updated parameters return once; offloaded parameters go to the GPU for every forward
+    and backward. FSDP2 sends shards in fp32 (`all_gather_inputs` in torch's _fsdp_param.py).
     """
     fsdp = run.engine.kind == "fsdp"
     width = FP32 if fsdp or not (run["bf16"] or run["fp16"]) else HALF

@@ -1,8 +1,8 @@
 """The memory of one micro-batch of a model, found by running the model on fake tensors.
 
 The real model runs forward and backward under torch's FakeTensorMode: shapes and lifetimes of
-tensors are real, their memory is not allocated. This module imports torch and transformers, so the
-planner imports it only when there is something to trace.
+tensors are real, but no memory is allocated. This module imports torch and transformers, so the
+planner imports this module only when there is something to trace.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ _DIFFERENT = "the two traces ran different operations"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count each storage once, from the operation that makes it to its release.
+    """Record each storage once: the operation that allocates the storage, and when it is freed.
 
-    Tensors whose last dimension is `vocabulary` count as logits. `allocations` has rows as in
-    `Traced`, and `made_by` has the operation and the size of each allocation.
+    Tensors whose last dimension is `vocabulary` count as logits. `allocations` has one row per
+    storage, as in `Traced`. `made_by` has the operation and the size of each allocation.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        self.known: dict[int, int | None] = {}  # the allocation's number by storage, None if ignored
+        self.known: dict[int, int | None] = {}  # the row in `allocations` by storage, None if ignored
         self.allocations: list[list[int]] = []
         self.made_by: list[tuple[str, int]] = []
 
     @property
     def moments(self) -> np.ndarray:
-        """Bytes of activations, logits and gradients after each allocation."""
+        """The moments of the allocations so far, as in `Traced.moments`."""
         return Traced(np.array(self.allocations), 0).moments
 
     def ignore(self, tensors: list[torch.Tensor]) -> None:
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """Count the complete gradient of a parameter as a gradient, no longer as an activation."""
-        if parameter.grad is not None:  # None if a trained parameter did not run
+        if parameter.grad is not None:  # None if the forward did not use this parameter
             self._note(COMPLETE, self.known.get(parameter.grad.untyped_storage()._cdata))
 
     def __torch_dispatch__(
@@ -140,7 +140,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
 
 
 def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None) -> Weights:
-    """Count the parameters of a model on torch's meta device, which allocates none of them."""
+    """Count the parameters of a model. torch's meta device builds the model without memory."""
     with silence(), torch.device("meta"):
         with no_init_weights():
             model = _of_config(config, task)
@@ -151,7 +151,7 @@ def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None)
     lists = [module for module in modules if isinstance(module, torch.nn.ModuleList)]
     layers = [layer for one in lists for layer in one]
     inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}  # such as experts
-    # The layers of the text model: none if no list has the length that the configuration gives.
+    # The layers of the text model. There are none if no list has `num_hidden_layers` modules.
     count = getattr(config.get_text_config(), "num_hidden_layers", 0)
     decoder = max((one for one in lists if len(one) == count), key=_count, default=())
     tables = [module.weight for module in modules if isinstance(module, torch.nn.Embedding)]
@@ -162,7 +162,7 @@ def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None)
 
     sizes = tuple((parameter.numel(), kind(parameter)) for parameter in parameters)
     total = sum(size for size, _ in sizes)
-    dtype = config.dtype or config.get_text_config().dtype or torch.float32  # `save_pretrained` writes a name
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32  # may be a name, as in config.json
     return Weights(
         total=total,
         trained=sum(size for size, kind in sizes if kind == TRAINED),
@@ -189,7 +189,7 @@ def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceCl
 
 
 def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Module:
-    """Build the model of a configuration, with its own code if the configuration came from it."""
+    """Build the model of `config`. Use remote code only if the class of `config` is remote code."""
     own = type(config).__module__.startswith("transformers_modules.")
     config = copy.deepcopy(config)  # a model writes its dtype and attention into the configuration
     return _auto_class(task).from_config(config, trust_remote_code=own, **how)
@@ -197,7 +197,7 @@ def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Modu
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     asked = {} if case.attention is None else {"attn_implementation": case.attention}
-    with no_init_weights():  # some draw numbers until all are in range, which fake numbers never are
+    with no_init_weights():  # some models draw weights again until all are in range: endless on fake tensors
         model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.tie_weights()
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as launch/training/model.py
@@ -209,7 +209,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
         model = _with_adapters(model, case.adapters)
     model.train(not case.evaluation)
     if case.checkpointing:
-        # The mode does not reach operations that the backward recomputes: enter it there too.
+        # The backward recomputes the forward outside `Operations`, so it enters `Operations` again.
         def contexts() -> tuple[contextlib.AbstractContextManager, ...]:
             return contextlib.nullcontext(), Operations(case.on_cuda, case.capability)
 
@@ -218,8 +218,8 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     if case.autocast:
         for layer in model.modules():
             if case.adapters and case.adapters.four_bits and hasattr(layer, "cast_input_dtype_enabled"):
-                layer.cast_input_dtype_enabled = False  # with autocast, peft casts inputs of ordinary layers only
-        from accelerate.utils import convert_outputs_to_fp32  # as Accelerator.prepare_model wraps it
+                layer.cast_input_dtype_enabled = False  # under autocast, peft does not cast inputs of 4-bit layers
+        from accelerate.utils import convert_outputs_to_fp32  # as in Accelerator.prepare_model
 
         dtype = getattr(torch, case.autocast)
         model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=dtype)(model.forward))
@@ -227,7 +227,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
 
 
 def _with_adapters(model: torch.nn.Module, adapters: Adapters) -> torch.nn.Module:
-    """Add LoRA as launch/training/model.py does: the same weights frozen, cast and quantised."""
+    """Add LoRA as launch/training/model.py does: freeze, cast and quantise the same weights."""
     from peft import LoraConfig, get_peft_model
 
     if adapters.four_bits:
@@ -256,12 +256,12 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
 
 
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | None:
-    """Return the layers of the two shortest models that end like the deep model, and the pieces
-    that the deep model has beyond the first of the two. None if the kinds of layers do not repeat.
+    """Return the depths of two shallow models to trace, and the number of pieces that the deep
+    model has in addition to the first one's. None if the kinds of layers do not repeat.
 
-    After some first layers, such as dense ones before experts, a piece of layers repeats: one
-    layer, or six in Gemma 3. The first of the two models has `pieces` such pieces, or two if a
-    piece has several layers.
+    A piece is a group of layers that repeats up to the last layer: one layer, or six in Gemma 3.
+    Other layers may come before, such as dense layers before experts. The first shallow model has
+    `pieces` pieces, or two if a piece has several layers. The second has one piece more.
     """
     found = []
     for period in range(1, len(kinds) // 3 + 1):
@@ -275,8 +275,8 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | N
 
 
 def trace_any(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced:
-    """Trace a model of any depth and length: from shallow models if layers repeat, and from three
-    short sequences if the model loops over a sequence (a long loop takes minutes).
+    """Trace a model of any depth and length. Extrapolate from shallow models if layers repeat, and
+    from three short sequences if the model loops over tokens, because a long loop takes minutes.
     """
     unit = _loop_unit(config, case.task)
     if unit is None or case.length <= 3 * unit:
@@ -286,12 +286,12 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced:
 
 
 def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
-    """Trace a deep model from shallow ones. None if no layers of equal type and size repeat.
+    """Extrapolate the trace of a deep model from shallow models, None if its layers do not repeat.
 
-    Without checkpointing, the backward of the last layer differs from others, and with adapters
-    that of the first layer. In 16 bits without autocast, the last layer's result is freed sooner.
-    In both cases the shallow model has one more piece of layers, so that no moment of the deep
-    model is underestimated.
+    Without checkpointing, the last layer's backward differs from the other layers', and so does the
+    first layer's with adapters. In 16 bits without autocast, the last layer's result is freed
+    sooner. For each of these two reasons the shallow models get one more piece of layers, so that
+    no moment of the deep model is underestimated.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
@@ -306,17 +306,17 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
         shallow, deeper, times = found
         for layers in {shallow, deeper} - traces.keys():
             traces[layers] = trace(with_layers(config, layers), case)
-        for share in (0.5, 0):  # allocations around a piece may look the same with different lifetimes
+        for share in (0.5, 0):  # the piece may begin at several allocations, but lifetimes may fit only at one
             with contextlib.suppress(ValueError):
                 return _of_depth(traces[shallow], traces[deeper], times, share)
     return None
 
 
 def _loop_unit(config: PreTrainedConfig, task: str) -> int | None:
-    """Return the tokens of the shortest of three traces if the model loops over a sequence.
+    """Return the tokens of the shortest of three traces if the model loops over tokens, else None.
 
-    Layers with a state loop by token, or by chunks of 64, if no kernel of another package runs.
-    None if the model's source has no such loop.
+    Layers with a state loop over single tokens, or over chunks of 64 tokens, unless the kernels of
+    another package run. This function searches the model's source for such a loop.
     """
     known = _auto_class(task)._model_mapping
     classes = [known.get(type(part), None) for part in (config, config.get_text_config())]
@@ -328,7 +328,7 @@ def _loop_unit(config: PreTrainedConfig, task: str) -> int | None:
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Copy the configuration with fewer layers. Lists with one value per layer are cut to fit."""
+    """Return a copy of `config` with fewer layers. Lists with one value per layer are shortened."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     before = text.num_hidden_layers
@@ -343,11 +343,11 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def at_batch(two: Traced, three: Traced, batch: float) -> Traced:
-    """Extrapolate from two and three sequences to `batch`: each further sequence adds the same.
+    """Extrapolate from traces of two and three sequences to `batch`, linearly.
 
-    A fraction of a sequence is a shorter sequence, as nearly all sizes grow with the tokens. One
-    sequence runs slightly different operations than two: on the models in the tests, the result
-    for one is at most 0.2 % off. Raises `ValueError` if the two traces ran different operations.
+    A fractional `batch` means a shorter sequence, because nearly all sizes grow with the tokens.
+    One sequence runs slightly different operations than two, but the result for one is at most
+    0.2 % off on the models in the tests. Raises `ValueError` if the traces' operations differ.
     """
     one, other = two.allocations, three.allocations
     if len(one) != len(other) or (one[:, SIZE + 1 :] != other[:, SIZE + 1 :]).any():
@@ -360,10 +360,10 @@ def at_batch(two: Traced, three: Traced, batch: float) -> Traced:
 def at_length(three: Sequence[Traced], length: float) -> Traced:
     """Extrapolate from traces of 1, 2 and 3 times a length to `length` times that length.
 
-    This is for models that loop over a sequence. Two moments of each trace are enough: the fullest
-    of activations, and the one with all gradients. In between, gradients grow as activations fall.
-    The sizes are polynomials of degree 2 in the length, as attention scores are. Six allocations
-    stand for all others: gradients, activations and logits of both moments.
+    This is for models that loop over tokens. The result has two moments: the moment with the most
+    activations, and the moment with all gradients. Between the two, gradients grow and activations
+    shrink. Sizes are polynomials of degree 2 in the length, like attention scores. Six allocations
+    replace all others: gradients, activations and logits of both moments.
     """
     weights = [(length - 2) * (length - 3) / 2, -(length - 1) * (length - 3), (length - 1) * (length - 2) / 2]
     found = np.zeros((2, 3))
@@ -379,12 +379,12 @@ def at_length(three: Sequence[Traced], length: float) -> Traced:
 
 
 def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
-    """Extrapolate to a model with `times` times the layers that `deeper` has more than `shallow`.
+    """Extrapolate to `shallow` plus `times` times the layers that `deeper` has in addition.
 
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
-    the earliest possible allocation, to 1, the latest. The time of a release is linear in the
-    number of pieces and in a piece's position. Raises `ValueError` if the traces show otherwise.
+    the earliest possible allocation, to 1, the latest. The time when a tensor is freed is linear
+    in the number of pieces, and in the index of its piece. Raises `ValueError` if it is not.
     """
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward
@@ -412,7 +412,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return the index where the piece begins: both traces are equal before and after the piece."""
+    """Return the index where the added piece begins. The traces are equal before and after it."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -426,7 +426,7 @@ def _same(one: Sequence[object], two: Sequence[object]) -> int:
 
 
 def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """Return how much later, in allocations, `other` frees and completes each than `one` does."""
+    """Return by how many allocations later `other` frees and completes each tensor than `one`."""
     step = other - one
     if step[:, [SIZE, LOGITS]].any() or not np.isin(step[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

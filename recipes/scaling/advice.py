@@ -1,7 +1,7 @@
 """Advice: changes to make, the gain to expect from each change, and the flags that make the change.
 
-Gains are predicted from measured times. A gain is the throughput after a change over the throughput
-before. Changes that leave the training as it is come first.
+Gains are predicted from measured times. A gain is the throughput after a change divided by the
+throughput before. Changes that keep the global batch come first.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Advice:
     """One change to a training, and the gain that is predicted for it."""
 
     key: str  # names the change in `scale run --apply KEY`
-    title: str  # timings of runs that try the change hold it: runs are compared only under one title
+    title: str  # also the value of `applied` in the timings of runs that try the change
     why: str
-    gain: float  # the throughput after the change over the throughput before
+    gain: float  # the throughput after the change divided by the throughput before
     num_processes: int
     flags: Settings = field(default_factory=dict)
     same_training: bool = True  # True if the global batch stays as it is
@@ -45,7 +45,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Return the changes to make at this size: first those that keep the training, then by gain.
+    """Return the changes to make at this size by gain, but first those that keep the global batch.
 
     If noise hides the causes, the only possible advice is a smaller world size.
     """
@@ -98,7 +98,7 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
         yield _shorter(
             "sync_once", "exchange gradients once a step", why, row, step, waits * (1 - 1 / row.syncs), flags
         )
-    whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the part that is hidden
+    whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the hidden part
     if row.sync_bytes and _volume_bound(row, waits) and "ddp_comm_hook" not in row.command:
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
         why = f"{hook} halves the {megabytes(row.sync_bytes)} per step, and sending them takes longer than the latency"
@@ -108,10 +108,10 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 
 def _volume_bound(row: Timing, waits: float) -> bool:
-    """True if sending the bytes of a step's collectives takes longer than twice their latency, and
-    explains a quarter of the waiting: ranks that compete for cores wait for each other too.
+    """True if sending a step's bytes takes longer than twice the latency of the step's collectives,
+    and longer than a quarter of the wait. Ranks that compete for cores wait for each other too.
 
-    The bandwidth alone is no test: measured with small messages, it includes the latency.
+    The bandwidth alone is not enough, because a bandwidth of small messages includes the latency.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False
@@ -120,9 +120,9 @@ def _volume_bound(row: Timing, waits: float) -> bool:
 
 
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
-    """Yield the fewest micro-batches that bring communication to a tenth of a step.
+    """Yield the smallest accumulation that brings communication to a tenth of a step.
 
-    The global batch grows with the micro-batches. Yield nothing if a step synchronizes gradients
+    The global batch grows with the accumulation. Yield nothing if a step synchronizes gradients
     more than once, because each micro-batch would then add a synchronization.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
@@ -133,7 +133,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     if row.no_sync_step_max:  # of the slowest process
         passes = max(passes, row.no_sync_step_max - (row.optimizer or 0.0))
     micro_batches = passes + loading
-    once = step - micro_batches  # all-reduces of gradients and of item counts, the optimizer, logs
+    once = step - micro_batches  # the time spent once per step: all-reduces, the optimizer, logs
     if not micro_batches:
         return
     times = max(2, ceil((waits / _SMALL_COMMUNICATION - once) / micro_batches))
@@ -167,7 +167,7 @@ def _faster_data(row: Timing, step: float, waits: float) -> Advice:
 
 
 def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
-    """Yield twice the micro-batch if the fixed cost of half of the passes is worth saving."""
+    """Yield twice the micro-batch if half as many passes would save at least a tenth of a step."""
     passes, micro, overhead = row.accumulation, row.micro_batch, row.pass_overhead
     if passes and passes % 2 == 0 and micro and overhead and passes / 2 * overhead >= WORTH_NAMING * step:
         flags = {"per_device_train_batch_size": 2 * micro, "gradient_accumulation_steps": passes // 2}
@@ -200,7 +200,7 @@ class Applied:
     title: str
     num_processes: int
     predicted: float
-    measured: Spread  # the throughput with the change over that of the runs without it
+    measured: Spread  # the throughput with the change divided by the throughput without it
     off: float | None = None  # the relative uncertainty of `measured`; None for a single pair of runs
 
     @property

@@ -1,8 +1,8 @@
 """The analysis of timings: find the rows of each training, and its speedup and efficiency per size.
 
 Rows of `scale run` name their kind of scaling. A job that adds a row with `--measure` does not know
-whether the other jobs have its global batch (strong scaling) or its batch per process (weak): this
-module compares the jobs. Rows of other programs are strong scaling, unless they name a kind.
+whether other jobs have the same global batch (strong scaling) or the same batch per process (weak),
+so this module compares the jobs. Rows of other programs are strong scaling unless they name a kind.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ K = TypeVar("K")
 # The lowest efficiency of each band. A size that is slower than a smaller size is always negative.
 EXCELLENT, GOOD = 0.85, 0.70
 NEGATIVE = "negative scaling"
-# Epochs count as the same work if their samples differ by less than this ratio: the last batch may
-# be left out.
+# Epochs are the same work if their samples differ by at most this ratio. They may differ because
+# the last batch may be dropped.
 _SAME_WORK = 1.1
-_ONE_TIMING = 0.02  # the assumed relative error of a single timing, which no repeats show
+_ONE_TIMING = 0.02  # the assumed relative error of a single timing: without repeats, it cannot be measured
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Size:
     epoch_time: Spread
     samples_per_second: Spread | None
     tokens_per_second: float | None
-    speedup: Spread  # the throughput over that of the series' smallest world
-    efficiency: Spread  # the speedup over the ratio of the world sizes
+    speedup: Spread  # the throughput divided by the throughput of the series' smallest world
+    efficiency: Spread  # the speedup divided by the ratio of the world sizes
     off: float | None  # the relative error that the median may have, None for a single row
     accuracy: float | None
     typical: Timing
@@ -54,7 +54,7 @@ class Size:
 
     @property
     def cause(self) -> str | None:
-        """The key of the main cause; None if no cause is worth naming or can be told."""
+        """The key of the main cause; None if no cause is large enough, or if none can be named."""
         return self.losses.named[0].key if self.losses.named else None
 
 
@@ -112,9 +112,10 @@ def _is_of_a_job(row: Timing) -> bool:
 
 
 def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """Return the rows of each training, by its name and recipe.
+    """Return the rows of each training, by the training's name and recipe.
 
-    If jobs of one name have several commands, each command is a training, and part of its name.
+    If jobs of one name have several commands, each command is a training, and the name of this
+    training contains the command.
     """
     names: dict[int, str] = {}  # by the row's id
     for alike in _grouped(filter(_is_of_a_job, rows), lambda row: (row.name, row.recipe)).values():
@@ -145,7 +146,7 @@ def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list
 
 
 def _series(key: tuple[str, str, str], own: list[Timing], same: Training) -> Series:
-    """Return a series. Throughput is of samples, tokens or epochs: the first that all rows have."""
+    """Return a series. Throughput is in samples, tokens or epochs: the first that all rows have."""
     count = next((count for count in ("samples", "tokens") if all(getattr(row, count) for row in own)), "")
     by_world = sorted(_grouped(own, lambda row: row.num_processes).items())
     sizes: list[Size] = []
@@ -202,9 +203,8 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def _typical(rows: Sequence[Timing]) -> Timing:
-    """Return the median of every numeric column, the lower median for counts, and the first text.
-
-    The slowest process is unknown if the rows name different processes.
+    """Return one row: the median of each column of numbers (the lower one for integers), and the
+    first text of each other column. Columns in OF_ONE_PROCESS stay unknown if the rows differ.
     """
     found: dict[str, Any] = {}
     for name in COLUMNS:
@@ -217,13 +217,13 @@ def _typical(rows: Sequence[Timing]) -> Timing:
 
 
 def band(efficiency: float) -> str:
-    """Return the band of an efficiency as it is printed: 84.96 % is printed as 85.0%, excellent."""
+    """Return the band of the printed efficiency: 84.96 % is printed as 85.0%, and is excellent."""
     efficiency = round(efficiency, 3)
     return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
 
 
 def _serial_fraction(sizes: Sequence[Size]) -> float | None:
-    """Return Amdahl's serial fraction; None if his law does not describe three sizes or more.
+    """Return Amdahl's serial fraction; None if there are under three sizes or they break his law.
 
     The experimentally determined fractions (Karp and Flatt 1990, "Measuring parallel processor
     performance") are constant over the sizes that follow Amdahl's law (Amdahl 1967, "Validity of

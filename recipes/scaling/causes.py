@@ -1,6 +1,6 @@
-"""The causes of the time that a step loses, in numbers.
+"""The causes of lost time in a step, with the seconds that each cause costs.
 
-Lost time is the time of a step beyond a measured reference: the time of one process with all the
+Lost time is the time of a step minus a measured reference: the time of one process with all the
 work, divided by the number of processes. The loss to each cause is the difference of two measured
 times, so the causes can be told apart.
 """
@@ -15,9 +15,9 @@ from statistics import median
 
 from recipes.scaling.timings import Timing, of_median, together
 
-# A cause is named if it takes this share of a step: a smaller loss is hard to tell from noise.
+# A cause is named if it takes at least this share of a step, because a smaller loss may be noise.
 WORTH_NAMING = 0.10
-HIDDEN = "hidden"  # causes that cannot be told apart if an engine runs no step without communication
+HIDDEN = "hidden"  # three causes in one, for an engine that runs no step without communication
 CAUSES = {
     "communication": "communication",
     "contention": "contention",
@@ -29,7 +29,8 @@ CAUSES = {
     "saving": "checkpoints and evaluations",
 }
 AGAINST_A_REFERENCE = ("contention", "work")  # measured in comparison with one process alone
-# Data workers prefetch meanwhile. Logging and saving are rare, and outlast the prefetch queue.
+# These causes overlap with data loading, because workers prefetch during every step. Logging and
+# saving do not: they are rare, and take longer than the prefetched batches last.
 _OF_EVERY_STEP = ("communication", "contention", HIDDEN, "work", "straggler")
 
 
@@ -62,13 +63,13 @@ class Cause:
 class Losses:
     """The losses of a step. `causes` are in the order in which to fix them, the largest first.
 
-    Data loading that sets the pace comes before every cause that overlaps with data loading.
+    But if data loading sets the pace, it comes before every cause that overlaps with data loading.
     """
 
     causes: tuple[Cause, ...] = ()
     lost: float | None = None  # seconds of a step beyond the reference, None without a reference
     unexplained: float | None = None  # seconds of `lost` that no cause explains
-    undecided: str = ""  # why no cause can be named: "noise", HIDDEN (not even bounded) or "no reference"
+    undecided: str = ""  # why no cause can be named: "noise", HIDDEN (no upper bound either) or "no reference"
 
     @property
     def named(self) -> list[Cause]:
@@ -104,7 +105,7 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """Return "noise" if it may hide the largest cause, "" if a cause is named, else `reason`."""
+    """Return "noise" if noise may hide the largest cause, "" if a cause is named, else `reason`."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "noise"
@@ -130,7 +131,7 @@ def _waits(row: Timing, step: float) -> Iterator[Cause]:
 
 
 def _measured(key: str, row: Timing) -> float | None:
-    """Return the seconds that the row's step loses to a cause; None if the row does not tell."""
+    """Return the seconds that the row's step loses to a cause; None if the row lacks the value."""
     if key == "data":
         return row.data_wait if row.data_wait_max is None else row.data_wait_max
     if key == "straggler":
@@ -153,8 +154,8 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
     """True if the cause is data loading, and a step takes as long as loading does.
 
     Workers load while a process computes and communicates, so the process waits only if loading
-    takes longer than computing and communicating together. If these get faster, the step only waits
-    longer for data. Without workers the times add up.
+    takes longer than both together. Faster computing or communicating would then only make the wait
+    for data longer. Without workers the result is False, because the times add up.
     """
     return cause.key == "data" and bool(row.workers) and cause.large
 
@@ -162,8 +163,8 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
 def wire_time(size: float, bandwidth: float, processes: int) -> float:
     """Return the seconds that an all-reduce of `size` bytes takes at a bus bandwidth in bytes/s.
 
-    Each process sends 2(p-1)/p of the bytes: the definition of bus bandwidth in nccl-tests,
-    doc/PERFORMANCE.md.
+    Each process sends 2(p-1)/p of the bytes, as doc/PERFORMANCE.md of nccl-tests defines bus
+    bandwidth.
     """
     return 2 * (processes - 1) / processes * size / bandwidth
 
@@ -172,7 +173,7 @@ def wire_time(size: float, bandwidth: float, processes: int) -> float:
 
 
 class Training:
-    """The rows of one process, with which all sizes of a training with one recipe are compared."""
+    """The rows of one process: the reference for all world sizes of a training and its recipe."""
 
     def __init__(self, rows: Sequence[Timing]) -> None:
         self._alone: dict[int, list[Timing]] = {}  # rows of one process, by global batch
@@ -181,7 +182,7 @@ class Training:
                 self._alone.setdefault(row.global_batch, []).append(row)
 
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
-        """Return the share of a step by which the loss to a cause may be off; 0 without repeats."""
+        """Return how uncertain the loss to a cause is, as a share of a step; 0 without repeats."""
         if key not in AGAINST_A_REFERENCE:
             return of_median(_values(key, repeats))
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)
@@ -193,16 +194,16 @@ class Training:
 
     @cached_property
     def _times_alone(self) -> dict[int, float]:
-        """The seconds that one process computes for a step, by its samples in ascending order."""
+        """The seconds that one process computes for a step, by the step's samples, ascending."""
         seconds = {batch: [*filter(None, map(_computing, rows))] for batch, rows in sorted(self._alone.items())}
         return {batch: median(times) for batch, times in seconds.items() if times}
 
     def alone(self, samples: float | None, micro_batch: int | None) -> float | None:
         """Return the seconds that one process computes for a step of `samples`, without any wait.
 
-        At a fixed micro-batch the time grows with the number of passes. It is interpolated between
-        the two nearest batches that were measured, or proportional to a single, larger batch. None
-        if neither is possible.
+        At a fixed micro-batch the time grows with the number of passes. So this function
+        interpolates between the two nearest batches that were measured, or scales down a single,
+        larger batch. None if neither is possible.
         """
         times = self._times_alone
         if not samples or samples in times or not times:
@@ -233,7 +234,7 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
-    """Divide the time that all factors cost among them by their logarithms: the parts add up."""
+    """Split the lost time among the factors by their logarithms, so that the parts add up."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
@@ -244,9 +245,9 @@ def _slowdowns(row: Timing, step: float, whole: float | None, share: float | Non
 
 
 def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[tuple[str, float, str]]:
-    """Yield each cause, how many times as long a step computes because of it, and the evidence.
+    """Yield each cause, the factor by which it makes computing longer, and the evidence.
 
-    `whole` and `share` are the seconds that one process alone takes for the batch and for a share.
+    One process alone takes `whole` seconds for the global batch and `share` seconds for its share.
     """
     middle, slowest = row.no_sync_step, row.no_sync_step_max
     if middle and slowest:
@@ -263,13 +264,13 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
         yield "contention", middle / share, words
     if whole:
         ideal = whole / row.num_processes
-        words = f"one process alone takes {alone} for one share of the batch; "
-        words += f"1/{row.num_processes} of its time for the whole batch is {milliseconds(ideal)}"
+        words = f"one process alone takes {alone} for one share of the batch, but "
+        words += f"1/{row.num_processes} of its time for the whole batch is only {milliseconds(ideal)}"
         yield "work", share / ideal, words
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield the extra time of passes and optimizer over one process alone with the same share."""
+    """Yield how much longer passes and optimizer take than in one process alone with this share."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)

@@ -1,4 +1,4 @@
-"""The findings in words: how well a size scales, what it loses time to, and what is unknown."""
+"""The findings in words: how well a size scales, where it loses time, and what is unknown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.scaling.causes import (
     sets_the_pace,
 )
 
-_FAR = 10  # times the largest measured size: a limit beyond that would be a guess
+_FAR = 10  # a limit beyond this many times the largest measured size would be a guess
 
 
 def of(series: Series) -> list[str]:
@@ -62,7 +62,7 @@ def _cause(size: Size) -> str:
 
 
 def _lead(cause: Cause, size: Size) -> str:
-    """Introduce the main cause, with "most" only if it takes at least half of the lost time."""
+    """Introduce the main cause. Write "most" only if it takes at least half of the lost time."""
     lost, named = size.losses.lost, CAUSES[cause.key]
     if sets_the_pace(cause, size.typical):
         return "Data loading sets the pace"
@@ -109,9 +109,8 @@ def _beside_one(size: Size) -> str:
 
 
 def law(series: Series) -> str:
-    """Name the best size if a larger one is slower, else the serial fraction or why there is none.
-
-    For weak scaling, which Amdahl's law does not describe, return the best size or an empty text.
+    """Name the best size if a larger size is slower. Else give the serial fraction, or the reason
+    why there is none. Amdahl's law does not describe weak scaling: then return an empty text.
     """
     sizes, serial, best = series.sizes, series.serial_fraction, series.best
     first, last = sizes[0].num_processes, sizes[-1].num_processes

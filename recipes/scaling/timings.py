@@ -27,7 +27,7 @@ WARM_UP_STEPS = 3  # steps at the start of each run that are not timed
 class Timing:
     """One row. Times are in seconds, sizes in bytes.
 
-    Only `num_processes` and `epoch_time` are required. What is unknown is None, or ''.
+    Only `num_processes` and `epoch_time` are required. Unknown numbers are None, unknown texts ''.
     """
 
     num_processes: int
@@ -46,9 +46,9 @@ class Timing:
     loss: float | None = None  # of the evaluation
     step_time: float | None = None  # of an optimizer step, like the times below
 
-    # The parts of a step, in the order in which they happen. They add up to a step, and are means
-    # over the processes. Only `logging` and `saving` are times of the process that writes: the wait
-    # of the other processes for that process is not counted as `other`.
+    # The parts of a step, in the order in which they happen. They add up to a step. Each is a mean
+    # over the processes, except `logging` and `saving`: those are times of the process that writes.
+    # The wait of other processes for the process that writes is not part of `other`.
     data_wait: float | None = None
     forward: float | None = None
     backward: float | None = None  # without the wait for communication
@@ -60,7 +60,7 @@ class Timing:
     data_wait_max: float | None = None  # of the slowest process
 
     # The time of a step without gradient synchronization, of the median and of the slowest process.
-    # The median of two processes is the faster one: a mean would blame half of a slowdown on both.
+    # Of two processes, the faster one is the median. A mean would blame half of a slowdown on both.
     no_sync_step: float | None = None
     no_sync_step_max: float | None = None
     pass_overhead: float | None = None  # of a forward and backward pass: the cost that does not depend on the examples
@@ -85,7 +85,7 @@ class Timing:
     eval_steps: int | None = None
     command: str = ""  # train.py's flags
     applied: str = ""  # the advice that this run tries, or "before: ..." in the run without the advice
-    predicted: float | None = None  # the throughput with the advice over that without it, as predicted
+    predicted: float | None = None  # predicted: the throughput with the advice over the throughput without
 
     timed: str = ""  # what epoch_time covers, such as "20 steps"; empty for an epoch
     slowest_rank: int | None = None  # the process whose step without gradient synchronization takes longest
@@ -104,7 +104,7 @@ OF_ONE_PROCESS = ("slowest_rank", "slowest_host", "slowest_device", "data_wait_r
 COLUMNS = {one.name: str(one.type) for one in fields(Timing)}  # each with its type
 
 _RATES = {"samples_per_second": "samples", "tokens_per_second": "tokens"}  # columns that may replace epoch_time
-_OF_A_RATE = 1000  # samples or tokens: a throughput alone becomes the time of this many
+_OF_A_RATE = 1000  # a row with only a throughput becomes the time of this many samples or tokens
 _POSITIVE = ("num_processes", "epoch_time", "samples", "step_time", "global_batch", *_RATES)
 _EXAMPLE = "give a .csv whose first line is num_processes,epoch_time,samples, or the .jsonl of recipes scale run"
 
@@ -139,7 +139,7 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
 
 
 def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of a file that are not empty, with the numbers of their lines."""
+    """Return the non-empty rows of a file, each with its line number."""
     number = 0
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -155,7 +155,7 @@ def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
         at = f", line {number}," if number else ""
         raise mistake("FILE", f"{file}{at} cannot be read: {error}", _EXAMPLE) from None
     if rows and "num_processes" not in rows[0][1]:
-        raise mistake("FILE", f"{file} has no column num_processes, but {', '.join(rows[0][1])[:200]}", _EXAMPLE)
+        raise mistake("FILE", f"{file} lacks num_processes; its columns: {', '.join(rows[0][1])[:200]}", _EXAMPLE)
     return [(number, row) for number, row in rows if any(row.values())]
 
 
@@ -177,10 +177,10 @@ def parse_row(row: Mapping[str, Any], source: str) -> Timing:
     for name in ("num_processes", "epoch_time"):
         if name not in values:
             or_rate = " or samples_per_second" if name == "epoch_time" else ""
-            raise mistake(name, "is missing", f"add a column {name}{or_rate}, filled in each row", source)
+            raise mistake(name, "is missing", f"add a column {name}{or_rate} with a value in every row", source)
     if values.get("scaling") == "weak" and not (values.keys() & {"samples", "tokens"}):
         what = "is missing: in weak scaling the work grows with the processes, and no column shows by how much"
-        raise mistake("samples", what, "add a column samples: examples of all processes in epoch_time", source)
+        raise mistake("samples", what, "add a column samples: the examples of all processes in epoch_time", source)
     return Timing(**values)
 
 
@@ -214,7 +214,7 @@ def append(file: str | Path, rows: Iterable[Timing]) -> None:
 
 
 def require_room(file: str | Path) -> None:
-    """Create a missing file of timings. Raises `UserError` if the file cannot be written."""
+    """Create the file if it is missing. Raises `UserError` if the file cannot be written."""
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).open("a").close()
@@ -226,16 +226,16 @@ def require_room(file: str | Path) -> None:
 
 # The median of |x - y| of two normal values, in standard deviations.
 _PAIR = 0.954
-# The standard error of the median of n normal values is this times their deviation / sqrt(n).
+# The standard error of the median of n normal values: _MEDIAN * standard deviation / sqrt(n).
 _MEDIAN = 1.253
 _SURE = 2  # standard errors: about 19 of 20 medians are off by less
-_MOST = 50  # at most this many of the values are compared in pairs
+_MOST = 50  # at most this many values are compared in pairs
 
 
 def of_median(values: Sequence[float]) -> float:
     """Return the error that the median of these values may have; 0 for fewer than two values.
 
-    The scatter of the values is a median too, so one disturbed repeat hardly changes it.
+    The scatter of the values is computed as a median too, so that one bad repeat hardly matters.
     """
     few = sorted(values)[:: -(-len(values) // _MOST) or 1]
     pairs = [abs(one - other) for one, other in combinations(few, 2)]
@@ -243,6 +243,6 @@ def of_median(values: Sequence[float]) -> float:
 
 
 def together(*parts: float | None) -> float | None:
-    """Return the uncertainty of a sum or difference; None if that of every part is unknown."""
+    """Combine the uncertainties of the parts of a sum or difference; None if all are None."""
     known = [part for part in parts if part is not None]
     return sqrt(sum(part**2 for part in known)) if known else None

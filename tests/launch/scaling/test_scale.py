@@ -134,7 +134,7 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--num_processes", "1", "3"], "global batch of 16 cannot be shared by 3"),
+        (["--num_processes", "1", "3"], "global batch of 16 cannot be split evenly over 3"),
         (["--recipe", "baseline"], "baseline trains in one process"),
         (["--output_dir", "here"], "--output_dir: is set by `recipes scale run`"),
         (["--fit_only"], "--fit_only: is set by `recipes scale run`"),

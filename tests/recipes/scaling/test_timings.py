@@ -94,7 +94,7 @@ def test_the_mistakes_of_all_rows_are_reported_at_once(rows_of):
     [
         ("mine.csv", "", "holds no timings"),
         ("mine.csv", "num_processes,epoch_time\n", "holds no timings"),
-        ("mine.csv", "Num_Processes;epoch_time\n1;2\n2;1\n", "no column num_processes, but Num_Processes;epoch_time"),
+        ("mine.csv", "Num_Processes;epoch_time\n1;2\n2;1\n", "lacks num_processes; its columns: Num_Processes;epoch"),
         ("mine.jsonl", '{"num_processes": 1, "epoch_time": 1}\n[]\nno json', "line 2, cannot be read"),
         ("missing/mine.csv", None, "cannot be read"),
     ],

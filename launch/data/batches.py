@@ -4,10 +4,10 @@ Packing makes rows of exactly `max_length` tokens. The strategy `bfd` (best-fit 
 examples side by side, and they do not attend to each other. `wrapped` joins all texts and cuts
 them.
 
-A row is built from the tokenized examples on access: packing reads only the examples' lengths and
-stores no tokens. For a million examples it takes 0.5 s; trl's `pack_dataset` takes 20 s and a
-second copy of the tokens. trl also cuts long examples silently, keeps rows with nothing to learn,
-and joins only within each thousand examples.
+Packing reads only the examples' lengths and stores no tokens, because a row is built from the
+tokenized examples when the row is read. Packing a million examples takes 0.5 s; trl's
+`pack_dataset` takes 20 s and a second copy of the tokens. trl also cuts long examples silently,
+keeps rows with nothing to learn, and joins only within each thousand examples.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Example = dict[str, Any]  # input_ids, and labels: one for each token, or one cl
 
 @dataclass
 class _Made(torch.utils.data.Dataset):
-    """Rows that are built from examples on access."""
+    """Rows that are built from examples when they are read."""
 
     examples: Dataset
     length: int
 
     def __post_init__(self) -> None:
-        self._tables = self.examples.with_format("arrow")  # once: this takes forty times as long as reading a row
+        self._tables = self.examples.with_format("arrow")  # once, because this is forty times slower than reading a row
 
     def cut(self) -> str:
-        """Describe how many tokens max_length cuts from longer examples; empty if none."""
+        """Describe how many tokens max_length cuts from longer examples; empty if it cuts none."""
         lengths = lengths_of(self.examples)
         lost = int(np.maximum(lengths - self.length, 0).sum())
         share = f"{lost / max(1, lengths.sum()):.1%}"
@@ -71,11 +71,11 @@ class Cut(_Made):
 class Packs(_Made):
     """Packed rows: row `i` holds the examples `order[starts[i]:starts[i + 1]]`, then padding.
 
-    The position_ids restart with each example: they tell a model where an example begins. The first
-    label of each example is ignored, because the token before it belongs to another example.
+    The position_ids restart with each example, so that a model knows where an example begins. The
+    first label of each example is ignored, because the token before belongs to another example.
     """
 
-    padding: int = 0  # a token id: no loss is computed on it, and no example attends to it
+    padding: int = 0  # the id of padding tokens, which have no loss and which no example attends to
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,12 +137,12 @@ def joins(run: Settings) -> bool:
 
 
 def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
-    """Return True for each example with something to learn. A micro-batch of other examples only
+    """Return True for each example with something to learn. A micro-batch without these examples
     would have a loss of nan.
 
-    `first_learned` holds the position of each example's first label. Unless texts are joined, that
+    `first_learned` holds the position of each example's first label. Unless texts are joined, this
     label must lie within `max_length`, where examples are cut. Raises `UserError` if texts are
-    joined and prompts are not learned: a row could hold only such a prompt.
+    joined and prompts are not learned, because a row could then hold nothing but a prompt.
     """
     if not joins(run):
         return first_learned < run["max_length"]
@@ -159,7 +159,7 @@ def nothing_to_learn(flag: str, longest: int) -> UserError:
 
 
 def in_rows(run: Settings, examples: Dataset, padding: int) -> Cut | Packs | Joined:
-    """Arrange the examples in rows, packed or not, as the run trains on them."""
+    """Return the rows that the run trains on: single examples, packs, or pieces of joined texts."""
     length = run["max_length"]
     if not run["packing"]:
         return Cut(examples, length)
@@ -169,9 +169,9 @@ def in_rows(run: Settings, examples: Dataset, padding: int) -> Cut | Packs | Joi
 def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack examples by best-fit decreasing: longest first, each into the fullest row where it fits.
 
-    Returns the examples' numbers row by row, without empty examples, and the index where each row
-    begins. An example longer than `limit` counts as `limit`. Bit `n` of `spaces` is set while some
-    row has `n` tokens left: a million examples take half a second.
+    Returns the indices of the non-empty examples, row after row, and the positions in this list
+    where each row begins and the last row ends. A longer example is cut to `limit` tokens. Bit `n`
+    of `spaces` is set while some row has `n` tokens left, so that finding a row needs no search.
     """
     lengths = np.minimum(lengths, limit)
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
@@ -205,9 +205,9 @@ class Stack:
     """Stack packed rows into a batch: the rows have one length and need no attention mask.
 
     FlashAttention finds where examples begin from position_ids only if the batch has one row; in
-    larger batches examples would attend to each other. With `flash`, the batch states where they
-    begin. The number of starts is padded to a power of two, so that compiled code is rarely
-    compiled again.
+    larger batches examples would attend to each other. With `flash`, the batch therefore lists the
+    starts of the examples. The number of starts is padded to a power of two, so that torch.compile
+    rarely compiles the model again.
     """
 
     flash: bool = False
@@ -226,10 +226,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Pad:
-    """Pad rows on the right. Labels are one per token, or one target for the whole row."""
+    """Pad rows on the right. A row has one label for each token, or one target."""
 
     pad_token_id: int
-    longest: int  # the most tokens to pad to: the model may have no more positions
+    longest: int  # rows are padded to at most this length, because the model may have no more positions
 
     def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)

@@ -44,11 +44,11 @@ class Chat:
 def read_chat(
     row: Mapping[str, Any], column: str, tokenizer, assistant_only: bool, completion_only: bool
 ) -> Chat | None:
-    """Return the chat of a row, or None if the chat has no answer to learn.
+    """Return the chat of a row; None if it has no messages, or if all its answers are excluded.
 
-    `column` holds a whole chat, or is "completion", which continues the messages in "prompt".
-    Messages that `_teaches` rejects are context only. So is the prompt with `completion_only`, and
-    everything but the assistant's words with `assistant_only`.
+    `column` names the column of a whole chat, or is "completion", which continues the messages in
+    "prompt". The model reads, but does not learn, messages that `_teaches` rejects; with
+    `completion_only`, the prompt; with `assistant_only`, words that are not the assistant's.
     """
     said = _messages_of(row[column], tokenizer)
     answers = [message for message in said if message["role"] == "assistant"]
@@ -74,8 +74,8 @@ def read_chat(
 
 
 def _teaches(message: dict[str, Any]) -> bool:
-    """True if a message is to be learned. A `weight` of 0 excludes it, as for OpenAI and axolotl.
-    An empty answer is excluded too, because it would teach the model to stop at once.
+    """True if the model may learn a message. A `weight` of 0 excludes the message, as for OpenAI
+    and axolotl. An empty answer is excluded, because it would teach the model to stop at once.
     """
     if message.get("weight") == 0:
         return False
@@ -90,8 +90,8 @@ def _messages_of(turns: Any, tokenizer) -> Messages:
 
 
 def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
-    """Return the message with role and content. A content of null becomes an empty text: some
-    templates would write "None", and others refuse it.
+    """Return the message with role and content. A content of null becomes an empty text, because
+    some templates would write "None", and others would fail.
     """
     message = _without_none(turn)
     if "from" in message:
@@ -113,7 +113,7 @@ def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
 
 
 def _with_arguments(call: dict) -> dict:
-    """Return the call with its arguments as an object, which nearly all templates write as JSON."""
+    """Return the call with its arguments as a dict: nearly all templates write a dict as JSON."""
     function = call["function"]
     (arguments,) = _objects(function.get("arguments"), "the arguments of a tool call") or [{}]
     return {**call, "function": {**function, "arguments": arguments}}
@@ -136,14 +136,14 @@ def _objects(value: Any, what: str) -> list[dict]:
 
 
 def _decoded(value: Any) -> Any:
-    """Return what JSON text holds, and any other value or text unchanged."""
+    """Decode a text of JSON. Return any other text or value unchanged."""
     with contextlib.suppress(ValueError, RecursionError, TypeError):
         return json.loads(value)
     return value
 
 
 def _without_none(value: Any) -> Any:
-    """Remove keys with the value None: Arrow gives each message the keys of all messages."""
+    """Drop keys with the value None, because Arrow gives each message the keys of all messages."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
@@ -179,7 +179,7 @@ class _Template:
             raise mistake("dataset_name", what, fix) from None
 
     def marked(self) -> Spans | None:
-        """Return the characters that the template marks as the assistant's, None without marks."""
+        """Return the spans in the template's {% generation %} blocks; None if it has no blocks."""
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return None
         options = dict(tools=self.tools, chat_template=self.source, return_assistant_tokens_mask=True)
@@ -187,7 +187,7 @@ class _Template:
         return spans
 
     def spans(self, teaches: Sequence[bool]) -> Spans:
-        """Return the characters of the messages to learn, with the template's text around each."""
+        """Return the spans of the messages to learn, with the template's text around a message."""
         found, count = [], len(self.chat)
         for learned, group in groupby(range(count), teaches.__getitem__):
             first, *rest = group
@@ -197,7 +197,7 @@ class _Template:
         return found
 
     def answers(self, teaches: Sequence[bool]) -> Spans:
-        """Return the characters of the messages to learn, without the line break at their end."""
+        """Return the spans of the answers to learn, without the line break after an answer."""
         found = []
         for number in compress(range(len(self.chat)), teaches):
             rendered = self.render(self.chat[: number + 1])
@@ -209,11 +209,11 @@ class _Template:
         return found
 
     def _begin(self, number: int) -> int:
-        """Return the position of the character where a message begins, or where an answer's words
-        do.
+        """Return the index of the character where a message begins; for an answer, where the
+        assistant's words begin.
 
-        Some templates write the earlier messages differently if nothing follows them. The position
-        is then the first character that changes with the message's content.
+        Some templates write the earlier messages differently if no message follows. The index is
+        then that of the first character that changes with the message's content.
         """
         message = self.chat[number]
         is_answer = message["role"] == "assistant"

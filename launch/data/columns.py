@@ -1,4 +1,4 @@
-"""Tell the format of rows by their columns. Columns of local files are read before the launch."""
+"""Find the format of rows by their columns. Columns of local files are read before the launch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ COMPLETIONS = ("prompt", "completion")
 ALPACA = ("instruction", "output")
 
 _FORMATS = "messages, conversations, prompt and completion, instruction and output, input_ids or a text column"
-_BEGIN = 10 << 20  # `datasets` takes the columns of a JSON file from these first bytes
+_BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these first bytes
 
 
 def formats(run: Settings, columns: Collection[str]) -> list[Format]:
-    """List the formats with these columns. A row uses the first one whose last column is not null.
-
-    A text column comes last under its default name, and first if the user named another column.
+    """List the formats that these columns allow. A row has the first format whose last column is
+    not null in the row. The text format is last or, if the user named its column, first.
     """
     text = run["dataset_text_field"]
     if run["task"] == "sequence_classification":
@@ -75,8 +74,8 @@ def require_columns(run: RunSpec) -> None:
 
 
 def check_columns(run: RunSpec) -> list[Problem]:
-    """Return the problems with the columns of local files, judged by the first file of each part.
-    The training itself checks folders, data of the Hub and files that cannot be read here.
+    """Return the problems with the columns of local files. Only the first file of each part is
+    read. The training itself checks folders, Hub data and files that cannot be read here.
     """
     found = []
     for part in parts_of_run(run):

@@ -40,14 +40,14 @@ def demo_corpus() -> list[str]:
 
 
 def held_out(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Split off every twentieth text for evaluation, so that both splits cover the alphabet."""
+    """Split off every twentieth text for evaluation: both splits have modules from A to Z."""
     kept = [text for number, text in enumerate(texts, start=1) if number % HELD_OUT_EVERY]
     return kept, texts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
 
 
 def demo_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of 256 bytes and four special tokens, which decodes any text exactly."""
-    # One printable character stands for each byte.
+    # Each byte is written as one printable character.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -67,7 +67,7 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """Return a model of 0.7 million parameters, which two CPU cores train in a minute."""
+    """Return a config of 0.7 million parameters. Two CPU cores train the model in a minute."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -76,7 +76,7 @@ def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=DEMONSTRATION_MODEL["max_position_embeddings"],
-        # The usual 0.02 suits wide models. A model as narrow as this learns half as fast with it.
+        # The usual 0.02 suits wide models. With 0.02, this narrow model learns half as fast.
         initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,  # texts begin with their first byte

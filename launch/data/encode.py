@@ -26,7 +26,7 @@ _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
 
 @dataclass
 class Text:
-    """A prompt, learned or not, and its completion. A plain text is a learned prompt alone."""
+    """A prompt, learned or not, and its completion. A plain text is a prompt that is learned."""
 
     prompt: str
     completion: str
@@ -39,9 +39,9 @@ class Text:
 def encode_rows(
     rows: pyarrow.Table, features: Features, run: Settings, tokenizer, first: int | None = None
 ) -> list[Tokens]:
-    """Return each row's tokens and labels, read in the row's own format; empty lists without one.
+    """Return the tokens and labels of each row; empty lists for a row with nothing to learn.
 
-    `first` is the number of the first row in its split, so that an error can name the row.
+    With `first`, the index of the first row in its split, an error names the row.
     """
     known = formats(run, features)
     names = {*chain(*known), *_BESIDE} & {*features}
@@ -89,7 +89,7 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
         text = _text(row, own[0], "dataset_text_field")
         return Text(text, "", learns_prompt=True) if text else None
     prompt, completion = (_text(row, name, "dataset_name") for name in COMPLETIONS)
-    # Without a completion there is nothing to learn: the model would learn to stop at once.
+    # A row without a completion is left out, because it would teach the model to stop at once.
     return Text(prompt, completion, learns_prompt=only is False) if completion else None
 
 
@@ -105,8 +105,8 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
 
 
 def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Tokens]:
-    """Tokenize prompt and completion separately, as at inference: no token spans both. EOS ends
-    each example, so that the model learns to stop.
+    """Tokenize prompt and completion separately, so that no token spans both, as at inference. EOS
+    ends each example, so that the model learns to stop.
     """
 
     def tokenize(words: list[str], **options) -> list[list[int]]:
@@ -128,8 +128,8 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
 
 
 def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Tokens]:
-    """Tokenize chats as their template ends them, without an EOS appended. A token is learned if it
-    holds a character to learn.
+    """Tokenize chats. No EOS is appended, because the template writes the end of a chat. A token is
+    learned if it holds a character to learn.
     """
     if not chats:
         return []
@@ -161,13 +161,13 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
         what = f"has token ids that the tokenizer does not know: its vocabulary has {vocabulary:,}"
         raise mistake("dataset_name", what, "use ids of the model's own tokenizer, or texts, which are tokenized here")
     if any(one not in (own, IGNORED) for own, one in zip_longest(ids, labels)):
-        fix = f"set each label to its token, or to {IGNORED} to ignore it: the model itself shifts the labels"
+        fix = f"set each label to the token at its position, or to {IGNORED} to ignore it: the model shifts the labels"
         raise mistake("dataset_name", "has labels that differ from its input_ids", fix)
     return list(compress(ids, mask)), list(compress(labels, mask))
 
 
 def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[str, Any]:
-    """Return a prompt and a completion: messages if there is a chat template, else texts."""
+    """Convert a row to prompt and completion: messages if there is a chat template, else texts."""
     task, given, answer = (_text(row, name, "dataset_name") for name in ("instruction", "input", "output"))
     prompt = "\n\n".join(filter(None, (task, given)))
     if not template:

@@ -25,8 +25,8 @@ _NUMBERS = (int, float, Decimal)  # a Parquet file from a database holds decimal
 class Target:
     """The target of a classifier. `problem_type` is transformers' name for the kind of target.
 
-    `names` are the names of the model's outputs, in the model's order. `numbers` maps a row's label
-    to its class; it is empty if labels are numbers to learn, or lists with a 0 or 1 for each class.
+    `names` are the names of the model's outputs, in the model's order. `numbers` maps a label of
+    the data to the index of its class; empty for regression, and for lists of a 0 or 1 per class.
     """
 
     problem_type: str
@@ -38,7 +38,7 @@ class Target:
         return kinds.get(self.problem_type, "regression")
 
     def encode(self, label: Any) -> int | float | tuple[float, ...]:
-        """Convert a label to its form in a batch: a class, a number, or a number for each class.
+        """Convert a label for a batch: to a class's index, a number, or a number for each class.
 
         Raises `LookupError`, `TypeError` or `ValueError` for a label unlike the training labels.
         """
@@ -54,25 +54,25 @@ class Target:
 
 def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Target:
     """Recognise the target by the values in the column `label`: texts and integers are classes,
-    other numbers a regression, lists several classes at once. `--problem_type` wins if the values
-    allow it.
+    other numbers are targets of a regression, and lists are several classes at once.
+    `--problem_type` overrides this if the values allow it.
 
     `classes` are the class names of a model that was trained to classify, in the model's order.
-    Raises `UserError` if the column holds something else.
+    Raises `UserError` if the column holds anything else.
     """
     name, wanted, feature = run["dataset_label_field"], run["problem_type"], rows.features["label"]
     labels = _labels(rows, name, "dataset_label_field")
     is_list = isinstance(feature, List)
     if wanted and is_list != (wanted == MULTI):
         holds = "lists" if is_list else "one label a row"
-        raise mistake("problem_type", f"is {wanted}, and the column {name!r} holds {holds}", "leave problem_type out")
+        raise mistake("problem_type", f"is {wanted}, but the column {name!r} holds {holds}", "leave problem_type out")
     if wanted == REGRESSION or (wanted is None and any(isinstance(label, float | Decimal) for label in labels)):
         if not all(isinstance(label, _NUMBERS) for label in labels):
-            what = f"regression learns numbers, and the column {name!r} holds other values"
+            what = f"regression learns numbers, but the column {name!r} holds other values"
             raise mistake("problem_type", what, "leave it out, or use a column of numbers")
         return Target(REGRESSION, [name])
     kind, values = (feature.feature, {one for label in labels for one in label}) if is_list else (feature, labels)
-    # Lists of one length of only 0 and 1 are flags: as classes, all would name classes 0 and 1.
+    # Lists of one length that hold only 0 and 1 are flags, one per class: they do not name classes.
     lengths = {len(label) for label in labels} if is_list and isinstance(kind, Value) and values <= {0, 1} else set()
     if len(lengths) == 1 and (outputs := max(lengths)) > 1:
         names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
@@ -90,7 +90,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
 
 def recognised(run: RunSpec, problem_type: str | None) -> tuple[RunSpec, list[Problem]]:
     """Return the run with the `problem_type` of its data, and the advice that `check` cannot give
-    without it. Raises `UserError` for settings that do not fit such labels.
+    before the data is read. Raises `UserError` for settings that do not fit this `problem_type`.
     """
     if problem_type is None or run["problem_type"] == problem_type:
         return run, []
@@ -103,7 +103,7 @@ def recognised(run: RunSpec, problem_type: str | None) -> tuple[RunSpec, list[Pr
 
 
 def _labels(rows: Dataset, name: str, flag: str) -> set:
-    """Return the different labels, lists as tuples. Raises `UserError` if a row has none."""
+    """Return the set of labels, lists as tuples. Raises `UserError` if a row has no valid label."""
     found = rows.select_columns("label")[:]["label"]
     labels = [tuple(label) if isinstance(label, list) else label for label in found]
     if unusable := sum(not _is_usable(label) for label in labels):
@@ -118,8 +118,8 @@ def _is_usable(label: Any) -> bool:
 
 
 def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
-    """Map each label of a row to the name of its class. The classes keep the order of the data's
-    own list; without a list, texts are in alphabetical order and numbers in ascending order.
+    """Map each label to the name of its class. A `ClassLabel` column keeps its order of classes; in
+    other columns, texts are sorted alphabetically and numbers in ascending order.
     """
     if isinstance(kind, ClassLabel):
         return dict(enumerate(kind.names))
@@ -138,7 +138,7 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
 
 @dataclass
 class Labelled(Cut):
-    """The tokens of each text, and the text's label in the form that the model learns."""
+    """Rows with the tokens of a text, and its label as `target` encodes the label."""
 
     target: Target
 
@@ -153,7 +153,7 @@ class Labelled(Cut):
 
 def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelled:
     """Return the examples whose text is not empty. Raises `UserError` for labels that
-    `Target.encode` rejects: evaluation data may have labels that the training data lacks.
+    `Target.encode` rejects, for example evaluation labels that the training data lacks.
     """
     unknown = []
     for label in _labels(rows, run["dataset_label_field"], flag):

@@ -27,10 +27,10 @@ Rows = Cut | Packs | Joined
 
 @dataclass
 class Data:
-    """The data in the form that Trainer needs, and a description for a person.
+    """The data in the form that Trainer needs, and a description for people.
 
-    `labels` are the names of a classifier's outputs, and `problem_type` is its kind of target; both
-    are None for language models. `commit` is the commit of data from the Hub; None if unknown.
+    `labels` are the names of a classifier's outputs, and `problem_type` is the kind of its target;
+    both are None for language models. `commit` is the commit of Hub data; None if unknown.
     """
 
     train: Rows | Stream
@@ -42,25 +42,25 @@ class Data:
     problem_type: str | None = None
 
     def collator_for(self, attention: str | None) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
-        """Return the collator for this attention: Flash must be given each example's start."""
+        """Return the collator for this attention: FlashAttention needs each example's start."""
         is_flash = isinstance(self.collator, Stack) and "flash" in (attention or "")
         return Stack(flash=True) if is_flash else self.collator
 
 
 def require_same(data: Data, world: World) -> None:
-    """Raise `UserError` on a process that reads another commit of Hub data than rank 0: each
-    process asks the Hub for the newest one.
+    """Raise `UserError` on a rank that reads another commit of Hub data than rank 0. This can
+    happen because each process asks the Hub for the newest commit.
     """
     commit = world.decide(lambda: data.commit)
     if commit and data.commit and commit != data.commit:
-        what = f"has changed on the Hub while the processes started: rank 0 reads {commit}, this rank {data.commit}"
+        what = f"changed on the Hub while the processes started: rank 0 reads {commit}, this rank {data.commit}"
         raise mistake("dataset_name", what, "run the same command again")
 
 
 def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     """Return the run's data, ready to train on. Raises `UserError` for what the user can correct.
 
-    Tokenizing may take hours: one process of each node does it, and the others wait. Call this
+    Tokenizing may take hours: one process of each node tokenizes, and the others wait. Call this
     before a process group is joined, because the group's time-outs would end the waiting processes.
     `classes` are the class names of a model that was trained to classify, in the model's order.
     """
@@ -91,8 +91,8 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
 
 
 def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:
-    """Return the longest example, `count` times, because it takes the most memory. For a stream, it
-    is the longest example that the stream may hold.
+    """Return `count` copies of the longest example, because it takes the most memory. For a stream,
+    copy the longest example that the stream may hold.
     """
     if isinstance(rows, Stream):
         return torch.utils.data.Subset([rows.longest], [0] * count)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def _rows(
             raise nothing_to_learn(flag, run["max_length"])
         left_out = sum(map(len, tokens)) - sum(map(len, examples))
         together = datasets.concatenate_datasets(examples)
-        if None not in weights:  # parts that end begin again until each example was seen
+        if None not in weights:  # a part that ends begins again, until each example was seen
             shares = [weight / sum(weights) for weight in weights]
             together = datasets.interleave_datasets(examples, shares, run["seed"], stopping_strategy="all_exhausted")
         rows = in_rows(run, together, tokenizer.pad_token_id or 0)
@@ -129,8 +129,8 @@ def _rows(
 
 
 def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
-    """Yield the first examples as text, with learned tokens between « and ». Packed examples come
-    one by one. A stream yields none.
+    """Yield the first examples as text, with learned tokens between « and ». Packed examples are
+    yielded one by one. For a stream, nothing is yielded.
     """
     if isinstance(data.train, Stream):
         return
@@ -146,6 +146,6 @@ def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
 
 
 def shortened(text: str) -> str:
-    """Put an example on one line. If long, keep its start and its end, which is often learned."""
+    """Put an example on one line. A long text keeps its start and end; the end is often learned."""
     text = text.replace("\n", "⏎")
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

@@ -1,4 +1,4 @@
-"""Read data from a file, a folder, the Hub or the demonstration, as rows not yet tokenized."""
+"""Read rows, not yet tokenized, from files, a folder, the Hub or the demonstration."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import Json, Settings
 
 _WHOLE = "use complete files in UTF-8 whose rows all have the columns and types of the first row"
-_ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; paths start at the current folder"
+_ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; a path starts at the current folder"
 
 
 # --- Splits --------------------------------------------------------------------------------------
 
 
 def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, str]:
-    """Map each split flag to a split of the part: one to train on, and one to evaluate on if the
-    run evaluates. Raises `UserError` if the latter is missing, unless the part belongs to a
-    mixture.
+    """Map each split flag to a split of the part: one to train on and, if the run evaluates, one to
+    evaluate on. Raises `UserError` if there is no split to evaluate on, unless the part belongs to
+    a mixture.
     """
     wanted = {"dataset_train_split": part.split or run["dataset_train_split"]}
     if run["eval_strategy"] != "no":
@@ -47,10 +47,10 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Return the splits to read, and how many of their first rows: infinity for all rows."""
+    """Map each split to read to the number of its first rows to read; infinity means all rows."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
-        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # more rows than any split has: 1 % is all of it
+        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # so many rows that 1 % of them means all
             needed[part.splitname] = max(needed.get(part.splitname, 0), part.to if part.to < 10**9 else math.inf)
     return needed
 
@@ -68,21 +68,21 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """Resolve a text such as `train[:95%]` to ranges of rows, given the rows of each split."""
+    """Resolve a text such as `train[:95%]` to ranges of rows. `rows` has the size of each split."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):
         what = f"there is no split {wanted!r}; the data has {', '.join(rows)}"
-        raise mistake(flag, what, "name one of them, or a slice of one") from None
+        raise mistake(flag, what, "name one of these splits, or a slice of one") from None
 
 
 # --- Which version of the data -------------------------------------------------------------------
 
 
 def file_versions(name: str) -> list | None:
-    """Return path, size and times of each file, which identify local data. None for Hub data.
+    """Return path, size, mtime and ctime of each file to identify local data; None for Hub data.
 
-    No program can set back ctime, one of the times, as `rsync -t` and `tar` set back mtime.
+    `rsync -t` and `tar` set back the mtime, but no program can set back the ctime.
     """
     if not (paths := paths_of(name)):
         return None
@@ -94,7 +94,7 @@ def file_versions(name: str) -> list | None:
 
 
 def newest_commit(name: str) -> str | None:
-    """Return the newest commit of a data set on the Hub. None for other data, or out of reach."""
+    """Return a Hub data set's newest commit; None for other data, or if the Hub is unreachable."""
     if not name or paths_of(name) or datasets.config.HF_HUB_OFFLINE:
         return None
     try:
@@ -108,8 +108,8 @@ def newest_commit(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Source:
-    """A split of a part of the data, read as Arrow tables on demand. `features` describe the first
-    rows after columns are renamed, and later rows must fit them.
+    """A split of a part of the data, read as Arrow tables on demand. `features` are the renamed
+    columns and their types in the first rows. Later rows must fit these types.
     """
 
     part: Part
@@ -117,7 +117,7 @@ class Source:
     features: Features
 
     def tables(self, size: int, place: Json | None = None) -> Iterator[tuple[pyarrow.Table, Json]]:
-        """Yield tables of `size` rows that follow `place`, each with the place after it."""
+        """Yield tables of `size` rows from `place` on, each with the place where it ends."""
         if place is not None:
             self.rows.load_state_dict(place)
         with _reading(self.part.name):
@@ -155,7 +155,7 @@ def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) 
 
 
 def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
-    """Open the splits of a part, as rows on the disk or as streams."""
+    """Open the splits of a part, each as a `Dataset` or as an `IterableDataset`."""
     name, config = part.name, part.config or run["dataset_config"]
     if not name:
         texts = demo_corpus()
@@ -172,7 +172,7 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
             return datasets.load_dataset_builder(str(path), config).as_streaming_dataset()
         kind = str(file_kind(path))
         options = {"encoding": "utf-8-sig"} if kind == "text" else {}  # else the BOM stays in the first line
-        # Absolute and escaped: `datasets` takes brackets for a pattern, and `a:` for an address.
+        # Absolute and escaped, because `datasets` reads brackets as a pattern, and `a:` as a URL.
         files = [glob.escape(str(file.absolute())) for file in paths]
         return datasets.load_dataset_builder(kind, data_files=files, **options).as_streaming_dataset()
     except Exception as error:  # parsers raise anything, and always about these files or this folder

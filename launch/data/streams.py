@@ -1,17 +1,17 @@
 """Stream data: rows are read while the run trains, from the Hub or from files larger than the disk.
 
-The library `datasets` reads the rows and tracks the position in each shard. Three of its features
-failed when tried, and are replaced here:
+The library `datasets` reads the rows and tracks the position in each shard. Three features of
+`datasets` failed when we tried them, and are replaced here:
 - Its shuffle buffer is empty after a resume: 25 of 50 waiting rows were lost. Here a window of
-  examples is packed as one small data set, and its order does not depend on earlier windows.
+  examples is packed as one small data set, and shuffled independently of earlier windows.
 - `repeat` keeps one order in all epochs of a part, and `set_epoch` affects all workers of a process
   at once. Here each worker begins each epoch on its own, in a new order.
 - `interleave_datasets` mixes rows before they are tokenized and gives each row the columns of all
   parts, which hides each row's format. Here a window mixes the tokens of all parts by weight.
 
-A part that ends begins its next epoch in the same window, while the others go on: the shares follow
-the weights, however small a part is. With a single source, no window spans two epochs: each row
-comes once before any row comes again.
+In a mixture, a part that ends begins its next epoch in the same window, so that the shares follow
+the weights, however small a part is. With a single part, no window spans two epochs, so that each
+row comes once before any row comes again.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from recipes.mixture import Part
 from recipes.run import Json, RunSpec
 
 WINDOW = 1_000  # examples that are packed and shuffled together
-PLACE = "place"  # the key in an example, and in a batch, of the place where the stream goes on after it
-SHARDS = 1024  # of rows on the disk: enough for the readers of any world to get equally many rows
+PLACE = "place"  # the key of an example or a batch that holds the place where the stream continues after it
+SHARDS = 1024  # for rows on the disk: enough that the readers in any world get equally many rows
 
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """An endless stream of examples, each with its place. A place holds the window, how many
-    examples of the window were taken, and where the window begins in each part: the part's round,
-    the reader's state before a piece of rows, and how many examples of that piece were used.
+    """An endless stream of examples. Each example carries the place where the stream continues: the
+    number of the `window`, how many examples of the window were `taken`, and where the window
+    begins in each of the `parts`: the `round` (epoch), the reader's state (`rows`), and the number
+    of examples `used` after this state.
 
-    Each of `ranks` x workers readers has rows of its own. `places` maps a worker to the place where
-    a resume goes on; the first batch comes from the worker `turn`.
+    Each of the `ranks` x workers readers reads its own rows. `places` maps a worker to the place
+    where it resumes. The worker `turn` yields the first batch.
     """
 
     parts: Sequence[Encoder]
@@ -69,7 +70,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     @property
     def longest(self) -> Example:
-        """The longest example that the stream may hold: it takes the most memory."""
+        """The longest example that the stream may hold, which takes the most memory."""
         filled = [0] * self.run["max_length"]
         return self._in_rows(token_table([(filled, filled)]))[0]
 
@@ -78,7 +79,7 @@ class Stream(torch.utils.data.IterableDataset):
         return [encode.source.rows.num_shards for encode in self.parts]
 
     def share(self, number: int) -> float:
-        """Return the fraction of the examples that come from the part of this number."""
+        """Return the fraction of the examples that come from the part with this index."""
         weights = [encode.source.part.weight or 1 for encode in self.parts]
         return weights[number] / sum(weights)
 
@@ -94,8 +95,8 @@ class Stream(torch.utils.data.IterableDataset):
             for example, at in self._examples(self.rank * workers + worker, self.ranks * workers, place):
                 yield {**example, PLACE: {"worker": worker, **at}}
         except (UserError, StreamBroke) as error:
-            # An error raised in a worker would arrive as text. The error in PLACE is raised in its
-            # turn, after the run has trained on all examples before it.
+            # An error raised in a worker would reach the rank only as text. The rank raises the
+            # error in PLACE after it has trained on all earlier examples.
             yield {PLACE: error}
 
     def _examples(self, reader: int, readers: int, place: Json) -> Iterator[tuple[Example, Json]]:
@@ -103,7 +104,7 @@ class Stream(torch.utils.data.IterableDataset):
         of_parts = (self._of_part(number, reader, readers, first, at) for number, at in enumerate(place["parts"]))
         for window, found in enumerate(zip(*of_parts, strict=True), start=first):
             starts, tables = zip(*found, strict=True)
-            # The parts take turns by their shares, also where rows are joined or taken in order.
+            # The parts' examples alternate by their shares, also if rows are joined or unshuffled.
             even = np.concatenate([(np.arange(len(table)) + 0.5) / len(table) for table in tables if len(table)])
             examples = self._in_rows(pa.concat_tables(tables).take(np.argsort(even, kind="stable")))
             order = np.arange(len(examples))
@@ -114,7 +115,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Yield a part's examples for each window from `first` on, and the place before them."""
+        """Yield, for each window from `first` on, where it begins in a part, and its examples."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -130,7 +131,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield start, pa.concat_tables(taken)
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Yield a part's examples to learn, piece by piece and round after round, with places."""
+        """Yield the place before each piece of a part, and its examples to learn, without end."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
         with naming(encode.source.part.name if self.parts[1:] else ""):
@@ -138,7 +139,7 @@ class Stream(torch.utils.data.IterableDataset):
                 rows, fellow, fellows = dealt(encode.source.rows, reader, readers)
                 if self.shuffles:
                     rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
-                learns = bool(before or used)  # unknown for a round that an earlier start began
+                learns = bool(before or used)  # assumed if an earlier start began this round
                 for table, after in replace(encode.source, rows=rows).tables(size * fellows, before):
                     tokens = encode(table.take(np.arange(fellow, len(table), fellows)))
                     tokens = tokens.filter(teaches(encode.run, tokens["first_learned"].to_numpy()))[used:]
@@ -154,18 +155,18 @@ class Stream(torch.utils.data.IterableDataset):
         """Return the examples of a window, packed if the run packs."""
         padding = self.parts[0].tokenizer.pad_token_id or 0
         if joins(self.run):
-            # Joining drops an incomplete last row, here one of every window: padding completes it.
+            # Joining would drop an incomplete last row of every window, so padding completes it.
             rest = -len(tokens["input_ids"].combine_chunks().flatten()) % self.run["max_length"]
             tokens = pa.concat_tables([tokens, token_table([([padding] * rest, [IGNORED] * rest)])])
-        return in_rows(self.run, Dataset(tokens, fingerprint="a window"), padding)  # else it computes a fingerprint
+        return in_rows(self.run, Dataset(tokens, fingerprint="a window"), padding)  # else `datasets` computes a hash
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
-    """Return a reader's shards, its number among the readers of the same shards, and their count.
-    Readers of the same shards take rows in turns.
+    """Return a reader's shards, its index among the readers that share these shards, and how many
+    share them. Readers that share shards take rows in turns.
 
-    All readers have equally many shards, or differ by one if there are 8 or more for each. The rows
-    are a new object: `datasets` shares a round's number between the copies in a process's workers.
+    Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
+    rows are a new object, because `datasets` shares an epoch's number among a process's workers.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
@@ -173,8 +174,8 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
 
 
 def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
-    """Open a part as a stream to train on. Its tokens to evaluate on are made once and kept. Raises
-    `UserError` for anything the user can correct.
+    """Open a part as a stream to train on. Its evaluation data is tokenized once and cached. Raises
+    `UserError` for anything that the user can correct.
     """
     commit = sources.newest_commit(part.name)
     splits = sources.open_splits(run, part, commit, SHARDS)
@@ -183,7 +184,7 @@ def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     rows = splits[wanted["dataset_train_split"]]
     if rows.num_shards % (run.data_parallel_size * max(1, run["dataloader_num_workers"])):
         rows = rows.reshard()  # makes each row group of Parquet a shard; other files stay as they are
-    # A dict: workers that are not forked get a pickle, and a run's environment cannot be pickled.
+    # A dict, because workers that are not forked get a pickle, and a RunSpec cannot be pickled.
     encode = Encoder(sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer)
     if (first := next(encode.source.tables(WINDOW), None)) is not None:
         encode(first[0], 0)  # reports wrong columns before a model is loaded

@@ -1,12 +1,11 @@
 """Tokenize data once, on every core, before any process group is joined. Every rank then maps the
-tokens from the disk.
+tokens from the disk into memory.
 
-A folder in the cache of `datasets` holds the tokens of one version of some data, by one tokenizer,
-in files of some 50 MB. index.json records the position in the data where the last file ends: a
-killed start resumes there, and so does a start that wants more rows. Tokens do not depend on
-packing; only a classifier's depend on max_length, because its tokenizer truncates. The `map` of
-`datasets` keeps a copy of the raw data beside the tokens, starts anew after a kill, and makes the
-other ranks wait inside a barrier.
+A folder in the cache of `datasets` holds the tokens of one version of the data and one tokenizer,
+in files of about 50 MB. index.json records where in the data the last file ends: a start after a
+kill continues there, and so does a start that needs more rows. Tokens do not depend on packing.
+Only a classifier's tokens depend on max_length, because the tokenizer truncates. `Dataset.map`
+would copy the raw data, start anew after a kill, and make the other ranks wait in a barrier.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ from recipes.run.files import read_json
 NOTHING = np.iinfo(np.int32).max  # the first_learned of a row without any label
 UNIT_BYTES = 50_000_000
 ROWS_AT_ONCE = 256
-PIECE_BYTES = 2_000_000  # a tokenizer takes a hundred times the memory of the text in one call
+PIECE_BYTES = 2_000_000  # of text per call, because the call takes a hundred times as much memory
 
 _SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # the settings that encoding reads
 _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_length")
-_HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # in a tokenizer's configuration
+_HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # keys that do not change tokens
 _INDEX = "index.json"
 
-# `learned` takes one bit per token, where labels would take four bytes: a label is its own token if
-# it is learned. `first_learned` is the position of the first label that a token predicts.
+# `learned` takes one bit per token, where labels would take four bytes: a learned token is its own
+# label. `first_learned` is the position of the first learned token, but not of the row's first one.
 _NUMBER = Value("int32")
 TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("bool")), first_learned=_NUMBER)
 
@@ -72,7 +71,7 @@ def token_table(rows: Sequence[Tokens]) -> pa.Table:
     for (own, labels), start, end in zip(rows, starts, ends, strict=True):
         if labels is not own:
             learned[start:end] = np.array(labels) != IGNORED
-    # No token predicts the first token of a row, so the first token does not count.
+    # No token predicts the first token of a row, so `first_learned` skips it.
     places = np.flatnonzero(learned)
     first = np.append(places, NOTHING)[np.searchsorted(places, starts + 1)]
     columns = [
@@ -117,8 +116,8 @@ class Encoder:
     tokenizer: Any
 
     def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
-        """Return a row of tokens for each row; `first` is the number of the first row, if it is
-        known. Raises `UserError` for rows that cannot be learned from.
+        """Return the tokens of each row. `first` is the index of the first row; None if unknown.
+        Raises `UserError` for rows that cannot be learned from.
         """
         tokens: list[Tokens] = []
         size = max(1, len(rows) * PIECE_BYTES // max(PIECE_BYTES, rows.nbytes))
@@ -139,17 +138,17 @@ class Encoder:
 
 def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
     """Yield the tokens of a source after the position `place`, table by table, each with the
-    position after it; `first` is the number of the first row.
+    position after the table. `first` is the index of the first row.
 
-    The tokenizer's own threads do the work. `quiet_libraries` has turned them off, because a
-    process with such threads warns if it forks. Processes took 50 % more memory than threads. One
-    process renders chat templates, a sixth of the work.
+    The tokenizer's own threads do the work; processes took 50 % more memory. The threads are turned
+    on only here: elsewhere `quiet_libraries` keeps them off, because a process with such threads
+    warns if it forks. One thread renders chat templates, a sixth of the work.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start
     try:
         for number, (table, after) in enumerate(encode.source.tables(ROWS_AT_ONCE, place)):
-            if number and workers > 1:  # little data starts no threads: they would hang in a later fork
+            if number and workers > 1:  # not for little data: threads would hang in a later fork
                 os.environ["TOKENIZERS_PARALLELISM"] = "true"
             yield encode(table, first), after
             first += len(table)
@@ -173,8 +172,8 @@ class Tokenized:
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """Return the tokens of a part: from the cache, or made now by one process of each node.
 
-    The other processes wait without a deadline. If the first one fails, the next one continues
-    after its last file, and so fails at once. Raises `UserError` for what the user can correct.
+    The other processes wait without a deadline. If the first process fails, the next one continues
+    after the last complete file, and fails at once. Raises `UserError` for the user's mistakes.
     """
     if not part.name:  # the demonstration, which is small
         splits = {}
@@ -187,11 +186,11 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     if (found := _open(folder, run, part)) is not None:
         return found
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # the first rank begins, so that the first rank reports
+        time.sleep(1)  # the node's first rank begins, so that it also reports mistakes
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"the tokens cannot be kept in {folder}: {error.strerror}"
+        what = f"the tokens cannot be written to {folder}: {error.strerror}"
         raise mistake("HF_HOME", what, "set HF_HOME in the environment to a writable folder") from None
     with FileLock(folder / "lock"):
         return _open(folder, run, part) or _make(folder, run, tokenizer, part, commit)
@@ -200,7 +199,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
 def of_parts(
     run: RunSpec, tokenizer, read: Callable[[RunSpec, Any, Part], Tokenized] = tokenized
 ) -> list[tuple[Part, Tokenized]]:
-    """Return each part of the run's data with its tokens. The demonstration's has no name."""
+    """Return each part of the run's data with its tokens. The demonstration's part has no name."""
     parts = parts_of_run(run) or [Part("")]
     found = []
     for part in parts:
@@ -247,7 +246,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
 
 def _contents(tokenizer) -> list:
     """Return a tokenizer's class and files: tokenizers with equal contents make the same tokens."""
-    if tokenizer.is_fast:  # it keeps the options of its last call, and each call sets them anew
+    if tokenizer.is_fast:  # drop the options of its last call, which its files would hold
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +259,7 @@ def _contents(tokenizer) -> list:
 
 
 def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
-    """Map the tokens in a folder into memory. Returns None if the run needs more tokens."""
+    """Map the tokens in a folder into memory. Returns None if it lacks rows that the run needs."""
     index = read_json(folder / _INDEX)[0]
     if index is None:
         return None
@@ -296,7 +295,7 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
         made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})
         encode = Encoder(sources.source_of(run, part, splits[split]), run, tokenizer)
         encoded = in_order(encode, made["place"], made["rows"], run["dataset_num_proc"] or run.hardware.cores)
-        # A terminal shows progress at once, other outputs every ten seconds.
+        # A terminal shows progress at once, a log file every ten seconds.
         seconds, title = 0.2 if sys.stderr.isatty() else 10, f"tokenizing {part.name} ({split})"
         progress = tqdm(desc=title, unit=" tokens", unit_scale=True, mininterval=seconds, delay=1)
         with contextlib.closing(encoded), progress:
@@ -309,7 +308,7 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
 def _make_file(
     folder: Path, made: Json, wanted: float, encoded: Iterator[tuple[pa.Table, Json]], progress: tqdm
 ) -> None:
-    """Write the next file of a split. Then `made` describes all files of the split."""
+    """Write the next file of a split, and update `made`, which describes the split's files."""
     unit: list[pa.Table] = []
     made["ended"] = True
     for table, place in encoded:

@@ -78,7 +78,7 @@ def decoder(setup: Setup) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=_VOCABULARY, **sizes, **heads)).to(setup.device)
 
 
-def counting_hook(sent: Counter[str], bucket):  # no more annotations: DDP checks their types, and here they are strings
+def counting_hook(sent: Counter[str], bucket):  # no more annotations: they are strings here, which DDP refuses
     """Count a bucket of gradients, and call DDP's own all-reduce on the bucket."""
     sent["synchronisations"] += bucket.is_last()
     sent["bytes"] += bucket.buffer().nbytes
@@ -161,7 +161,7 @@ def _row(trainee: Trainee, peak_bytes: int, first: torch.Tensor, batch: torch.Te
 
 
 def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: torch.Tensor) -> int:
-    """Return the peak bytes of a new model in its first step. SGD has no state after the step."""
+    """Return a new model's peak bytes in its first step. With SGD, later steps take no more."""
     with LiveBytes() as live:
         trainee = Trainee(variant, setup, smaller)
         gradient(trainee, batch)

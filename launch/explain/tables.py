@@ -45,9 +45,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Topic:
-    """Variants, which are compared with the first one.
+    """Variants, which are compared with the first variant.
 
-    `gradients_of`: make gradients as small as those of a mean over this many tokens. 0: do not.
+    `gradients_of`: make gradients as small as in a mean over this many tokens; 0 changes nothing.
     """
 
     what: str
@@ -58,13 +58,13 @@ class Topic:
 
 _NOTES = (
     "memory: peak bytes of live tensors in a step: weights, gradients, DDP's buckets and activations",
-    "speed: from the median step time, with the variants in turn, ± the error of so few steps",
+    "speed: from the median step time, ± the error of so few steps; the variants take turns, step by step",
     "syncs and sent: synchronisations and bytes per step and rank, counted by a DDP communication hook",
     "loss: on the first step's examples after {STEPS} steps of SGD; it was {loss_before:.2f} before",
-    "gradient: norm in the first step, as SGD gets it, relative to the first row; off: relative difference from it",
+    "gradient: norm in the first step, as SGD gets it, relative to row 1; off: relative difference of both gradients",
     "zeroed: the share of the first row's nonzero gradient values that are zero here",
 )
-_LARGE_BATCH = 2**20  # tokens: with the few tokens of this training, almost nothing underflows in fp16
+_LARGE_BATCH = 2**20  # tokens; with the few tokens of this training, almost no gradient underflows in fp16
 _OF_16_BITS = (
     "autocast keeps weights and gradients in fp32, so DDP sends fp32; --ddp_comm_hook sends 16 bits",
     "tensor cores compute 16 bits faster than fp32 (NVIDIA's data sheet of the A100: 312 TFLOPS in bf16 and fp16, 156 "
@@ -73,7 +73,7 @@ _OF_16_BITS = (
 _AT_ONCE = "the reference: one backward, one synchronisation, the activations of all 8 sequences in memory at once"
 _AT_EACH = "DDP averages after each backward, 8 times instead of once, and sends 8 times the bytes"
 _NO_SYNC = "gradients stay on their rank until the last backward: the same gradient, the activations of 1 sequence"
-_UNDIVIDED = "the sum of 8 means is 8 times the gradient, as if the learning rate were 8 times as high"
+_UNDIVIDED = "the sum of 8 mean losses gives 8 times the gradient, as if the learning rate were 8 times as high"
 _DIVIDED = "each loss is divided by 4; one synchronisation"
 _AUTOCAST = "autocast alone; bf16 needs no scaler"
 _BOTH = "autocast inside no_sync; bf16 needs no scaler"
@@ -111,7 +111,7 @@ TOPICS = {
         _LARGE_BATCH,
     ),
     "both": Topic(
-        "accumulation and 16 bits: the use of each, and how to combine them: when to scale, unscale, clip and step",
+        "accumulation and 16 bits: what each is for, and when to scale, unscale, clip and step if you use both",
         (
             Variant("fp32, 1 micro-batch of 8", "the reference: the whole batch in fp32", clip="unscaled"),
             Variant("fp32, 4 of 2, no_sync", _DIVIDED, 4, clip="unscaled", goal="accumulation"),

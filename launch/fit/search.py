@@ -1,9 +1,9 @@
 """`--fit`: find the largest micro-batch that really runs here, at the same global batch.
 
-For each candidate, every rank starts a process, the probe. The probe takes two steps of the real
-run with the longest example; the rank itself holds nothing on the GPU. A micro-batch fits if it
-runs on all ranks. The ranks share results by a store, because a process group would need a network
-that gloo finds, or GPU memory.
+For each candidate micro-batch, every rank starts a process, the probe, which takes two steps of the
+real run with the longest example. The rank itself holds nothing on the GPU. A micro-batch fits if
+it runs on all ranks. The ranks share results through a store, because a process group would need a
+network that gloo finds (or, with NCCL, GPU memory).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 PROBE = __name__
-RESERVE = 0.05  # of the limit, as a long run has varying lengths and memory fragments
+RESERVE = 0.05  # of the limit stays free, because in a long run lengths vary and memory fragments
 _GRACE = 3  # seconds in which the other ranks may report why they fail, once one rank has failed
-_STEPS = 2  # the second step has the optimizer's state
+_STEPS = 2  # the optimizer has its state from the second step on
 
 # A probe saves and reports nothing, and its schedule needs no evaluation.
 _SETTINGS = {
@@ -51,8 +51,8 @@ _SETTINGS = {
 
 
 def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
-    """Return the run with the largest micro-batch that fits. fit.json gives the micro-batch if it
-    is valid for this run, but `--fit_only` always searches.
+    """Return the run with the largest micro-batch that fits. A fit.json that is valid for this run
+    makes the search unnecessary, but `--fit_only` always searches.
 
     `argv` holds train.py's arguments. Raises `UserError` if no micro-batch fits, and `Failure` if a
     probe fails for a reason other than memory.
@@ -67,13 +67,13 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
 
 
 def _start(run: RunSpec) -> Json:
-    """Return the valid fit of fit.json as `kept`, or else the start of a search: the memory `limit`
-    of a process in bytes, the micro-batch to `guess`, and a `port` for the probes.
+    """Return a valid content of fit.json as `kept`, or else the start of a search: the memory
+    `limit` of a process in bytes, the micro-batch to try first (`guess`), a `port` for the probes.
     """
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):
         return {"kept": kept}
-    try:  # now, not after all probes
+    try:  # check the folder now, not after all probes
         folder.mkdir(parents=True, exist_ok=True)
         require_writable(folder)
     except OSError as error:
@@ -88,26 +88,26 @@ def _start(run: RunSpec) -> Json:
 
 
 def _guess(run: RunSpec, limit: int) -> int:
-    """Return the planner's micro-batch, or the recipe's own if the planner cannot plan this run."""
+    """Return the planner's micro-batch, or the run's own if the planner cannot plan this run."""
     from launch.training.model import load_config, load_tokenizer
     from recipes.planner.plan import plan_run
 
-    usable = limit if run.hardware.cuda else limit - psutil.Process().memory_info().rss  # less what libraries take
+    usable = limit if run.hardware.cuda else limit - psutil.Process().memory_info().rss  # libraries take the rest
     try:
         return plan_run(run, load_config(run, load_tokenizer(run)), usable).micro_batch
-    except Exception:  # only a start for the search: the first probe reports what is wrong with the run
+    except Exception:  # a guess need not be good, and the first probe reports what is wrong with the run
         return run.batch.micro
 
 
 def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
-    """Search up from the guess while probes fit, or down until one fits. Return fit.json."""
+    """Try the guess, then larger sizes while they fit, or smaller ones. Return fit.json's data."""
     _tokenize(run)
     share, limit, guess = run.batch.micro * run.batch.accumulation, start["limit"], start["guess"]
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     out, probes = terminal.console(world.is_main), []
 
     def runs(size: int) -> bool:
-        # Two micro-batches include the gradients that accumulation keeps in memory.
+        # With two micro-batches, a probe holds the gradients that accumulation keeps in memory.
         request = {"argv": argv, "micro_batch": size, "accumulation": min(share // size, 2)}
         found = _probe({**request, "limit_bytes": round(limit * (1 - RESERVE))}, world, start["port"])
         probes.append({"micro_batch": size, "accumulation": share // size, **found})
@@ -117,7 +117,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
         out.print(line, highlight=False, markup=False)
         return found["fits"]
 
-    out.print(f"fit   up to {memory_size(limit)} per process, from micro {guess}", highlight=False)
+    out.print(f"fit   limit {memory_size(limit)} per process, first try micro {guess}", highlight=False)
     if runs(guess):
         all(runs(size) for size in sizes if size > guess)
     else:
@@ -139,7 +139,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
 def _tokenize(run: RunSpec) -> None:
     """Tokenize the data for all probes, after the checks that need no tokens.
 
-    If the kernel killed a probe while it tokenizes, its micro-batch would count as too large.
+    Probes must not tokenize: if the kernel killed one then, its micro-batch would seem too large.
     """
     from launch.data.tokens import of_parts
     from launch.output.resume import look_ahead
@@ -157,7 +157,7 @@ def _tokenize(run: RunSpec) -> None:
 
 
 def _probe(request: Json, world: World, port: int) -> Json:
-    """Probe a micro-batch on all ranks, and return their joint result."""
+    """Try a micro-batch on all ranks, and return their joint result."""
     verdicts = world.gather(_probe_here(request, world, port))
     for problems in (verdict["problems"] for verdict in verdicts if verdict["kind"] == "mistake"):
         raise UserError(*(Problem(**problem) for problem in problems))
@@ -166,7 +166,7 @@ def _probe(request: Json, world: World, port: int) -> Json:
     if failed and not short:
         # Prefer a rank with its own reason over a rank that only lost its connection to another.
         rank, words = min(failed, key=lambda item: not item[1] or "onnection" in item[1])
-        what = f"the probe of micro-batch {request['micro_batch']} failed on rank {rank}, which does not mention memory"
+        what = f"micro-batch {request['micro_batch']} failed on rank {rank}, with an error that is not out of memory"
         raise Failure(f"{what}:\n{words}")
     return {
         "fits": not short,
@@ -177,11 +177,11 @@ def _probe(request: Json, world: World, port: int) -> Json:
 
 
 def _probe_here(request: Json, world: World, port: int) -> Json:
-    """Run this rank's probe and return its verdict. End it if another rank's probe has failed."""
+    """Run this rank's probe, and return its verdict. End the probe if another rank's has failed."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if "RANK" in environment:  # the probes are a world of their own
+    if "RANK" in environment:  # the probes form a process group of their own
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    if own_threads() is None:  # the launcher's 1, which a probe would take for the user's choice
+    if own_threads() is None:  # a probe would read the launcher's 1 as the user's choice
         environment.pop(THREADS, None)
     store, failed = early_store(world), f"micro-batch {request['micro_batch']} has failed"
     with processes.ask(PROBE, [request], environment) as (child,):
@@ -212,8 +212,8 @@ def _without_answer(child: processes.Child) -> Json:
 def main(folder: str) -> None:
     """Take two steps of the requested run, and answer with the result on this rank.
 
-    If memory runs out, the process ends here: leaving the process group would wait for other ranks,
-    which wait for this rank.
+    If memory runs out, the process ends at once, because leaving the process group would wait for
+    other ranks, which wait for this rank.
     """
     from launch.data.load import load_data
     from launch.training.model import known_classes, load_tokenizer, with_model

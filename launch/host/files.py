@@ -47,7 +47,7 @@ def require_writable(folder: Path, size: int = 1) -> None:
     """Raise `OSError` if no file of `size` bytes can be written into a folder. If the folder is
     missing, its nearest existing parent is tested.
 
-    The test writes a real file: permissions do not show a read-only disk, and do not bind root.
+    The test writes a real file, because permissions do not show a read-only disk or limit root.
     """
     while not folder.exists():
         folder = folder.parent
@@ -65,8 +65,8 @@ class _Unheard(io.FileIO):
 
 
 def print_without_reader() -> None:
-    """Keep a failed print from ending this process: a training goes on after `| head -1` has closed
-    its pipe, as under nohup, and saves its last step after its terminal is closed.
+    """Ignore failed prints to stdout and stderr. A training then goes on after `| head -1` has
+    closed its pipe, and saves its last step after its terminal is closed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -92,8 +92,8 @@ _REMEDIES = {
 def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[str, str] | None:
     """Return what the machine refused and the start of the remedy; None for other kinds of errors.
 
-    An error also counts if no file can be written into `folder` now, which the run has written to.
-    The error's text may hide that: torch only reports that its stream has failed.
+    The text of an error may hide a full disk: torch only reports that its stream has failed. So any
+    error is a storage failure if no file can now be written into `folder`, to which the run wrote.
     """
     cause: BaseException | None = error
     while cause is not None:  # the system's own error is often the cause of a library's error
@@ -102,7 +102,7 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[s
         cause = cause.__cause__ or cause.__context__
     if folder and folder.exists():
         try:
-            require_writable(folder, size=2**20)  # a full disk may still take a byte
+            require_writable(folder, size=2**20)  # a full disk may still accept a byte
         except OSError as refusal:
             what = f"{folder} can no longer be written: {refusal.strerror}"
             return what, _remedy(refusal) or "Make the disk writable"

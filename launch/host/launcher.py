@@ -1,9 +1,9 @@
-"""A quiet `accelerate launch`, and functions that tell a rank about its launcher.
+"""A quiet `accelerate launch`, and functions with which a rank learns about its launcher.
 
-This file is started by its path, with the arguments of `accelerate launch`. accelerate and torch
-elastic answer the failure of a rank with a traceback of their own and exit code 1. This launcher
-runs accelerate's own parser and launch_command, prints nothing after the output of the failed rank,
-and exits with the code of the rank that failed first.
+This file is run as a script, with the arguments of `accelerate launch`. When a rank fails,
+accelerate and torch elastic print tracebacks of their own and exit with code 1. This launcher runs
+accelerate's own parser and launch_command, prints nothing after the output of the failed rank, and
+exits with the code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _say = partial(print, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: that of the first rank that failed, 128 + n if signal n killed that
-    rank, 130 after Ctrl-C, 75 after another stop signal.
+    """Launch a run. Return the exit code of the first rank that failed, 128 + n if signal n killed
+    this rank, 130 after Ctrl-C, 75 after another stop signal, 0 if no rank failed.
     """
     listen()
     from accelerate.commands import launch  # takes seconds: it imports torch
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable(logging.CRITICAL)  # torch elastic logs the end of every rank
     args = launch.launch_command_parser().parse_args(argv)
     args.quiet = False  # `quiet` turns every exit code into 1
-    args.signals_to_handle = "none"  # else torch elastic handles them, and loses the ranks' exit codes
+    args.signals_to_handle = "none"  # else torch elastic handles signals, and loses the ranks' exit codes
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
@@ -78,7 +78,7 @@ def listen() -> None:
     accelerate itself forwards no signal to a single process, and dies of SIGUSR1.
     """
     for number in PASSED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup or a shell's background job ignores it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup or as a background job
             signal.signal(number, _pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked the signals
 
@@ -98,7 +98,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def _exit_code_of(rank: int, code: int) -> int:
-    """Return the launcher's exit code. Print how a rank was killed: the rank itself could not."""
+    """Return the launcher's exit code. Print how a rank was killed, which the rank could not do."""
     if code >= 0:
         return code
     if _received or -code in SIGNALS:  # the rank did not handle the signal yet
@@ -109,7 +109,7 @@ def _exit_code_of(rank: int, code: int) -> int:
 
 
 def _exit_code_of_the_told() -> int:
-    """Print why the run ends, as its ranks ended before they could, and return its exit code."""
+    """Print why the run ends, because its ranks ended too early to print. Return its exit code."""
     interrupted = signal.SIGINT in _received
     _say("interrupted" if interrupted else "told to stop: run the same command again")
     return 130 if interrupted else EXIT_CODE
@@ -129,12 +129,12 @@ def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
 
 # --- The launcher of a rank -----------------------------------------------------------------------
 
-_parent = os.getpid(), os.getppid()  # this process and its parent
+_parent = os.getpid(), os.getppid()  # this process and its parent at the start
 
 
 def launcher_argv() -> list[str]:
-    """Return the command line of the launcher that started this process; empty if no launcher did,
-    or the system does not show the command line.
+    """Return the command line of the launcher that started this process; empty if there is no
+    launcher, or if the system does not show the command line.
     """
     with contextlib.suppress(psutil.Error, OSError):
         words = psutil.Process(os.getppid()).cmdline()
@@ -144,8 +144,8 @@ def launcher_argv() -> list[str]:
 
 
 def first_environment() -> Mapping[str, str]:
-    """Return the environment that the user has set: the launcher's at its start, or this process's
-    at its start if there is no launcher. Launchers, libraries and we set more variables later.
+    """Return the environment that the user has set: that of the launcher at its start or, without
+    a launcher, of this process at its start. Launchers, libraries and our code set more later.
     """
     try:
         return psutil.Process(os.getppid() if launcher_argv() else None).environ()
@@ -154,15 +154,15 @@ def first_environment() -> Mapping[str, str]:
 
 
 def threads_per_process(cores: int, processes: int) -> int:
-    """Return OMP_NUM_THREADS if a person has set it, or an equal share of the cores."""
+    """Return OMP_NUM_THREADS if the user has set it, or else an equal share of the cores."""
     return own_threads() or max(1, cores // processes)
 
 
 def own_threads() -> int | None:
-    """Return the number in OMP_NUM_THREADS if a person has set it, else None.
+    """Return the number in OMP_NUM_THREADS if the user has set it, else None.
 
-    Launchers set the variable too, mostly to 1, which leaves all other cores idle. A launcher's
-    number is ignored: it is not in the environment that the launcher was started with.
+    Launchers set the variable too, mostly to 1, which leaves all other cores idle. This number is
+    not in the environment in which the launcher was started, so it is not returned.
     """
     number = (first_environment() if launcher_argv() else os.environ).get(THREADS, "")
     return int(number) if number.isdigit() and number != "0" else None
@@ -172,7 +172,7 @@ def end_with_launcher() -> None:
     """Have the kernel send SIGTERM to this rank when its launcher ends.
 
     A killed launcher does not stop its ranks, and `accelerate launch` dies of SIGUSR1. A run
-    without a launcher is left alone: a shell may exit and leave the run in the background.
+    without a launcher goes on, because its shell may exit and leave the run in the background.
     """
     own, parent = _parent
     if launcher_argv():

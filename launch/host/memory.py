@@ -23,8 +23,8 @@ def limit(limit_bytes: int, cuda: bool) -> None:
     """Limit this process's GPU memory or RAM to `limit_bytes`, including what it holds already.
 
     Linux limits the RAM that a process reserves, and thread stacks reserve far more than they use.
-    So the process may reserve another `limit_bytes` minus the RAM resident now. Raises
-    `MemoryError` if more RAM is resident already: Python could not even report an error then.
+    So the process may reserve `limit_bytes`, minus the RAM resident now, beyond what it has
+    reserved. Raises `MemoryError` if more than `limit_bytes` is resident already.
     """
     if cuda:
         import torch
@@ -41,7 +41,7 @@ def limit(limit_bytes: int, cuda: bool) -> None:
 
 
 def peak(cuda: bool) -> int:
-    """Return the most bytes that this process has held: reserved on its GPU, or else in RAM."""
+    """Return this process's peak memory in bytes: reserved on its GPU, or else resident in RAM."""
     if cuda:
         import torch
 
@@ -64,8 +64,8 @@ def ran_out(error: BaseException | None) -> bool:
 
 
 def shortage(error: BaseException) -> str:
-    """Return the library's message about the failed allocation. Lifts this process's RAM limit
-    first, because explaining the failure takes RAM.
+    """Return the library's message about the failed allocation. First lift this process's RAM
+    limit, because explaining the failure takes RAM.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

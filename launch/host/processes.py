@@ -1,7 +1,7 @@
 """Start processes on this machine, end them, and read their logs.
 
-Run as a script, this file is such a process itself: it calls `main` of one of our modules. So only
-this file has to know how a new Python finds our packages, which need not be installed.
+A new process runs this file as a script, which calls `main` of one of our modules. So only this
+file has to know how a new Python finds our packages, which may not be installed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Child:
 
     @property
     def answer(self) -> Any:
-        """The answer of the process, None if there is none yet."""
+        """The answer of the process; None if the process has not answered yet."""
         file = self.folder / _ANSWER
         return json.loads(file.read_text()) if file.exists() else None
 
@@ -82,9 +82,9 @@ class Child:
 def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = os.environ) -> Iterator[list[Child]]:
     """Call `main(folder)` of one of our modules in a new Python for each request, all at once.
 
-    There `request(folder)` returns the request, and `answer` stores the result; both are JSON. The
-    new processes run the same copy of our packages as this one, leave PYTHONPATH to the user, and
-    die with this process. However the block ends, they are killed and their folders are removed.
+    In `main`, `request(folder)` returns the request, and `answer` stores the result; both are JSON.
+    The new processes run the same copy of our packages as this process, with the user's PYTHONPATH,
+    and die with this process. At the end of the block they are killed, and their folders removed.
     """
     with tempfile.TemporaryDirectory(prefix="recipes-", ignore_cleanup_errors=True) as scratch, group() as started:
         children = []
@@ -105,14 +105,14 @@ def request(folder: str) -> Any:
 
 
 def answer(folder: str, content: object) -> None:
-    """Store the answer atomically: a process that polls for the file never reads half an answer."""
+    """Store the answer atomically, so that a process that polls the file never reads half of it."""
     written = Path(folder, f"{_ANSWER}.part")
     written.write_text(json.dumps(content))
     written.replace(Path(folder, _ANSWER))
 
 
 def watch(children: Sequence[Child]) -> Iterator[list[int | None]]:
-    """Yield all exit codes, None for a running process, 20 times a second until all have ended."""
+    """Yield the exit codes 20 times a second until all have ended; None for a running process."""
     while None in (codes := [child.process.poll() for child in children]):
         yield codes
         time.sleep(0.05)
@@ -138,8 +138,8 @@ def free_port() -> int:
 def import_own_packages() -> None:
     """Import our packages, whose folder is first on sys.path, and move that folder to the end.
 
-    Another `launch` on PYTHONPATH (ROS 2 has one) must not hide ours. But a library that the user
-    has put on PYTHONPATH must hide an installed one.
+    Another package `launch` on PYTHONPATH (ROS 2 has one) must not hide our package. But a library
+    that the user has put on PYTHONPATH must hide an installed library.
     """
     for name in ("recipes", "launch"):
         importlib.import_module(name)

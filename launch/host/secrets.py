@@ -26,7 +26,7 @@ _HARMLESS_NAME = re.compile(
     re.IGNORECASE,
 )
 # A secret's name with a value: `hub_token: x`, `API_KEY=x`, `{"name": "API_KEY", "value": "x"}`.
-# Each part is bounded: otherwise searching a file of one long word takes minutes.
+# Each part has a bound, because searching a file of one long word would take minutes.
 _ASSIGNED = re.compile(
     rf"""(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})["']?\]?(?:,?\s{{0,20}}["']?value["']?)?"""
     r"""\s{0,20}(?:[:,]|\+?=(?!=))\s{0,20}(?!(?:null|none|true|false|[-+\d._]+)\b)\S""",
@@ -63,7 +63,7 @@ def recorded_text(text: str) -> str:
 
 
 def refuse_tokens(run: RunSpec) -> None:
-    """Raise `UserError` if a token is set, which would appear in the job's command."""
+    """Raise `UserError` if a setting holds a token, which would appear in the job's command."""
     for name in run.given:
         if name.endswith("_token") and run[name]:
             raise _refused(name)

@@ -1,4 +1,4 @@
-"""Stop requests: SIGTERM, SIGUSR1 or SIGHUP to any rank makes all save the same step and exit.
+"""Stop requests: on SIGTERM, SIGUSR1 or SIGHUP to any rank, all ranks save the same step and exit.
 
 Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill the
 job some time later. A terminal that is closed sends SIGHUP. After the first step, Ctrl-C (SIGINT)
@@ -28,7 +28,7 @@ class Preempted(BaseException):
 
 
 class StopRequest:
-    """A request to stop this process. `signal` names the first signal received; None before it.
+    """A request to stop this process. `signal` names the first signal received; None if none came.
 
     `step` is the last optimizer step that has ended, of this run or of the run that it resumed.
     """
@@ -82,8 +82,8 @@ def ignore_stop_requests() -> None:
 
 
 def is_spoken_for(met_by_all: bool = False) -> bool:
-    """True if this failed rank need not print why: torch elastic ends it because another rank
-    failed first, and printed why. Without torch elastic, True only for an error `met_by_all` ranks.
+    """True if this failed rank need not print its error, because torch elastic ends it: another
+    rank failed first and printed its own error. Without torch elastic, return `met_by_all`.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return met_by_all

@@ -55,7 +55,7 @@ class World:
 
     @property
     def is_local_main(self) -> bool:
-        """True on a node's first rank, which prints mistakes: they may exist on one node only."""
+        """True on a node's first rank, which prints mistakes that may exist on this node only."""
         return self.rank % self.local_size == 0
 
     def place(self) -> Place:
@@ -64,10 +64,10 @@ class World:
 
     @contextlib.contextmanager
     def meeting(self, timeout: float) -> Iterator[None]:
-        """Let all ranks leave the block together, before the process group exists. One node may
-        take hours longer than another in the block.
+        """Let all ranks leave the block together, before the process group exists. In the block,
+        one node may take hours longer than another.
 
-        If there is one node, nobody waits: its ranks read the same data, and are ready at once.
+        On a single node, nobody waits, because all ranks read the same data and are ready together.
         Raises `Failure` if a rank gives no sign of life for `timeout` seconds.
         """
         if self.nodes == 1:
@@ -78,7 +78,7 @@ class World:
             self.gather(None, timeout)
 
     def decide(self, decision: Callable[[], T]) -> T:
-        """Call `decision` on rank 0. Every rank returns its result or raises its `UserError`.
+        """Call `decision` on rank 0. Every rank returns the result, or raises the `UserError`.
 
         After any other error on rank 0, the other ranks raise a `Failure` instead of waiting.
         """
@@ -121,7 +121,7 @@ class World:
             found[other] = pickle.loads(store.get(f"{number}/{other}"))
         store.add(f"{number}/heard", 1)
         while self.is_main and store.add(f"{number}/heard", 0) < self.size:
-            time.sleep(0.05)  # rank 0 may serve the store, and may end next
+            time.sleep(0.05)  # rank 0 may serve the store, and must not end before others have read
         return found
 
     @contextlib.contextmanager
@@ -153,12 +153,12 @@ class World:
 
 
 # --- Signs of life --------------------------------------------------------------------------------
-# A thread of each rank writes them to a store of torch.distributed, also during an evaluation, a
-# save or a compilation. They cost a step no time. Without them gloo only reports that it timed out,
-# and a stopped rank on a GPU is noticed after half an hour, and not named.
+# A thread of each rank writes signs of life to a store of torch.distributed, also during an
+# evaluation, a save or a compilation. This costs a step no time. Without signs of life, gloo only
+# reports a time-out, and a stopped rank on a GPU is noticed after half an hour, without its name.
 
 _BEAT_SECONDS = 5.0
-_SILENT_SECONDS = 60.0  # a longer silence is reported; reading data may hold Python's lock for some seconds
+_SILENT_SECONDS = 60.0  # a longer silence is reported; reading data may hold the GIL for some seconds
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "Application timeout")  # of gloo and of the store
 _gathers = itertools.count()
 
@@ -169,8 +169,8 @@ class RankHangs(Failure):
 
 @functools.cache  # rank 0's store also serves the training that follows, at the same address
 def early_store(world: World) -> Store:
-    """Return a store for all ranks before their process group: the store of torchrun or
-    `accelerate launch`, or else a store of rank 0 at the address where the training will meet.
+    """Return a store for all ranks, before the process group exists: the store of torchrun or
+    `accelerate launch`, or else a store of rank 0 at MASTER_ADDR, which the training will also use.
     """
     from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -179,7 +179,7 @@ def early_store(world: World) -> Store:
     serves = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # apart from what a failed attempt has left
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # ignores what a failed attempt has left
     return PrefixStore(f"early/{attempt}", store)
 
 
@@ -193,7 +193,7 @@ def _beating(world: World, store: Store) -> Iterator[Store]:
         yield store
     finally:
         left.set()
-        thread.join(_BEAT_SECONDS)  # otherwise the thread's last message could be a sign of life
+        thread.join(_BEAT_SECONDS)  # so that the thread's last message is that this rank has left
 
 
 def _beat(store: Store, world: World, left: threading.Event) -> None:
@@ -215,7 +215,7 @@ def _beat(store: Store, world: World, left: threading.Event) -> None:
 
 
 def _silence(store: Store, rank: int) -> Iterator[float]:
-    """Yield, each time, the seconds since a rank's last sign of life was seen."""
+    """Yield at each call of next() the seconds since a rank's last sign of life was seen."""
     last, since = _last(store, rank), time.monotonic()
     while True:
         yield time.monotonic() - since
@@ -224,7 +224,7 @@ def _silence(store: Store, rank: int) -> Iterator[float]:
 
 
 def _last(store: Store, rank: int) -> str:
-    """Return a rank's last sign of life: number and name; empty if the rank gave none or left."""
+    """Return a rank's last sign of life, a count and a name; empty if it gave none or has left."""
     key = f"heartbeat/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -275,7 +275,7 @@ def prepare_environment(run: RunSpec) -> None:
         words = ",".join(filter(None, (others, "expandable_segments:True")))
         os.environ.update(PYTORCH_ALLOC_CONF=words, PYTORCH_CUDA_ALLOC_CONF=words)
     if not run.hardware.cuda:
-        # accelerate imports deepspeed, which otherwise guesses and prints warnings.
+        # accelerate imports deepspeed, which would guess its accelerator and print warnings.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Otherwise the device is "cpu:0", on which transformers 5.17 cannot resume an optimizer.
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
@@ -298,7 +298,7 @@ def process_group(run: RunSpec, world: World) -> Iterator[TrainingArguments]:
     the run: building them joins the group.
 
     Raises `Failure` if a rank does not join within `ddp_timeout` seconds, and `UserError` if the
-    ranks' micro-batches differ: a fit.json holds for the devices of its own node.
+    ranks' micro-batches differ, as each node may have a fit.json for its own devices.
     """
     import torch
 
@@ -328,7 +328,7 @@ def _join(run: RunSpec) -> TrainingArguments:
     import torch
     from transformers import TrainingArguments
 
-    # With `use_cpu` TrainingArguments do not forward ddp_timeout: torch's own is half an hour.
+    # With `use_cpu` TrainingArguments do not forward ddp_timeout, and torch waits half an hour.
     torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=run["ddp_timeout"])
     try:
         args = arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
@@ -339,7 +339,7 @@ def _join(run: RunSpec) -> TrainingArguments:
         from deepspeed import comm
 
         # On a CPU accelerate does not give DeepSpeed the group if --deepspeed is added to a launch
-        # of plain DDP: ZeRO-3 would then divide the weights of the model among one process.
+        # of plain DDP. Without the group, ZeRO-3 would shard the model over a single process.
         if not comm.is_initialized():
             comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
     return args
@@ -348,9 +348,9 @@ def _join(run: RunSpec) -> TrainingArguments:
 def leave_group() -> None:
     """Leave the process group, if there is one, after gloo's threads have dropped their tensors.
 
-    Such a thread needs Python's lock, and the end of the group holds the lock while it waits for
-    the thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13). Once in thousands of
-    trainings, a rank whose last collective came just before the end hung for ever.
+    To drop a tensor, a thread needs the GIL, but the group's destructor holds the GIL and waits for
+    the thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13). Without the pause, one
+    rank in thousands of trainings hung for ever, because a collective came just before the end.
     """
     import torch
 
@@ -364,9 +364,9 @@ def leave_group() -> None:
 
 @functools.cache  # once in a process
 def compile_safely() -> None:
-    """Keep compilations, which take minutes, from waiting for the lock of a killed process. torch's
-    lock is a file that stays locked as long as the file exists. The kernel releases our lock when
-    the process ends.
+    """Keep compilations, which take minutes, from waiting for a killed process. torch's lock is a
+    file, which a killed process leaves behind: others then wait for ever. Our lock replaces it,
+    because the kernel releases our lock when a process ends.
     """
     from torch.utils import cpp_extension
 
@@ -375,7 +375,7 @@ def compile_safely() -> None:
     def load(name: str, *args: Any, **kwargs: Any) -> Any:
         folder = Path(kwargs.get("build_directory") or cpp_extension._get_build_directory(name, verbose=False))
         if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob("*.so")):
-            line = "this takes minutes, and only once; this process waits if another one compiles it"
+            line = "this takes minutes, but only once; if another process compiles it, this one waits"
             print(f"compiling {name} into {folder}: {line}", file=sys.stderr, flush=True)
         with FileLock(folder / "flock"):
             (folder / "lock").unlink(missing_ok=True)  # torch's lock

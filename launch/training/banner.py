@@ -48,7 +48,7 @@ _OWN = """\
 
 
 def settings_help() -> str:
-    """Describe every recipe and setting. The names are the legal names that the check uses."""
+    """Describe every recipe and setting. The names of settings are those that the check accepts."""
     fill = partial(textwrap.fill, width=110, break_on_hyphens=False)
     own = []
     for field in legal.run_flags().values():
@@ -104,7 +104,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
 
 
 def _changed(run: RunSpec) -> Iterable[str]:
-    """Yield the settings that the user wrote, and those that the model limits, with the source."""
+    """Yield a line with the source of each setting that the user wrote or that the model limits."""
     for name, setting in sorted({**run.limits, **run.given}.items()):
         if name not in ("recipe", "config", "output_dir"):
             value = shown(name, setting.value)
@@ -115,7 +115,7 @@ def _changed(run: RunSpec) -> Iterable[str]:
 
 
 def batch(run: RunSpec) -> str:
-    """Describe the split of the global batch over processes, or over groups that share examples."""
+    """Describe how the global batch is split over processes, or groups that share examples."""
     split, sharing = run.batch, run.engine.parallelism.sharing
     over = "world" if sharing == 1 else "data-parallel"
     words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
@@ -162,7 +162,7 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
     """Add the row of `--measure`, print the summary, and free the memory of DDP and DeepSpeed.
 
-    All ranks call this once the run is recorded as finished. A failure here is only a note.
+    All ranks call this after the run is recorded as finished. A failure only prints a note.
     """
     out, timings = console(world.is_main), {}
     with only_noted(world):
@@ -170,7 +170,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
             from launch.training.timing import add_timings_row
 
             added = add_timings_row(run, world, trainer, results)
-            result = "a row was added" if added else "no step was measured, so no row was added"
+            result = "added the timings of this run" if added else "no step was measured, so nothing was added"
             timings = {"timings": f"{run['measure']}: {result}"}
     with only_noted(world):
         out.print()
@@ -191,7 +191,7 @@ def _table(lines: Mapping[str, object]) -> Table:
 
 
 def _summary(results: Json, run: RunSpec, trained: int) -> Iterable[tuple[str, str]]:
-    """Yield the lines of the summary at the end of a run. The numbers come from run.json."""
+    """Yield the lines of the summary at the end of a run. `results` are also in run.json."""
     now = f", {trained:,} of them now" if trained < results["global_step"] else ""
     yield "steps", f"{results['global_step']:,}{now}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
@@ -229,4 +229,4 @@ def _which_model(results: Json, run: RunSpec) -> str:
     metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
     if best == step:
         return f"of step {step:,}, the best by {metric}"
-    return f"of step {step:,}" + (f": no checkpoint of the best, step {best:,}, was found" if best else "")
+    return f"of step {step:,}" + (f": the checkpoint of the best step ({best:,}) was not found" if best else "")

@@ -1,4 +1,4 @@
-"""The examples of an epoch and of a batch, and the places where a stream of data resumes."""
+"""Count the examples of an epoch and the tokens of a batch, and resume a stream at its place."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """Return the number of examples in an epoch's last round of micro-batches over all processes,
-    as accelerate counts them from the start of an epoch. -1 or 0: all examples count.
+    """Return how many examples the last micro-batches of an epoch hold, over all processes, as
+    accelerate counts from the start of an epoch. If 0 or less, no used examples fill up a batch.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -34,23 +34,23 @@ def examples_in_last_round(loader: Any) -> int:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of the sampler, also if other samplers wrap it."""
+    """Set the epoch of the loader's sampler, even if other samplers wrap this sampler."""
     sampler = loader
     while sampler is not None:
-        inner = getattr(sampler, "batch_sampler", None)  # not `or`: a stream's has no length
+        inner = getattr(sampler, "batch_sampler", None)  # `or` would need a length, which a stream's lacks
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
-    """Count the tokens of a micro-batch without padding. A counted tensor stays on the device."""
+    """Count the tokens of a micro-batch without padding. A count may be a tensor on the device."""
     if batch.get("attention_mask") is not None:
         return batch["attention_mask"].sum()
     tokens = batch["input_ids"].numel()
     if "position_ids" not in batch:
         return tokens
-    # In a packed row, tokens after the last restart of positions are padding if none has a label.
+    # In a packed row, tokens after the last restart of positions are padding if they have no label.
     place = torch.arange(batch["input_ids"].shape[1], device=batch["input_ids"].device)
     last_start = (place * (batch["position_ids"] == 0)).amax(-1)
     last_label = (place * (batch["labels"] != IGNORED)).amax(-1)
@@ -65,23 +65,23 @@ class Places:
     """The places in a stream where the workers of one rank resume.
 
     `of` maps each worker to the place of its next example. `turn` is the worker that yields the
-    next batch. `round` is the first round of the stream if no place is known.
+    next batch. `round` is the round (epoch) in which the stream begins if no place is known.
 
     Trainer's own resume would read all trained examples again, and rank 0 would tokenize for all
-    ranks. The loader runs ahead of the training, so each batch carries the place after its last
-    example, and a checkpoint holds the places of trained batches only.
+    ranks. The loader reads ahead of the training. Therefore each batch carries the place after its
+    last example, and a checkpoint holds the places of trained batches only.
     """
 
     ranks: int
     workers: int
-    shards: list[int]  # the number in each part
+    shards: list[int]  # how many shards each part has
     turn: int = 0
     round: int = 0
     of: dict[str, Json] = field(default_factory=dict)
 
     def found_in(self, checkpoint: Path, rank: int, world: int) -> Places:
         """Return the places that a checkpoint holds. With another number of readers or shards, the
-        shards are distributed differently: the stream then begins its next round.
+        shards are distributed differently, so the stream begins its next round instead.
         """
         held = {file.name: json.loads(file.read_bytes()) for file in checkpoint.glob(stream_file("*"))}
         own = held.get(stream_file(rank))
@@ -91,10 +91,10 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Take the place out of the batch that is trained next, and return the batch."""
+        """Record the place of the batch that is trained next, and return the batch without it."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
-            raise StreamBroke(str(place).rstrip("."))  # also for a UserError: only one rank may meet it
+            raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet
         worker = place.pop("worker")
         self.of[str(worker)] = place
         self.turn = (worker + 1) % self.workers
@@ -107,7 +107,7 @@ class Places:
     def loader(
         self, stream: Stream, collate: Callable[[list[Example]], dict[str, Any]], reader: int, args: TrainingArguments
     ) -> DataLoader:
-        """Return a loader for one `reader`: the processes that train on the same examples."""
+        """Return the loader of group `reader`, whose processes train on the same examples."""
         loader = DataLoader(
             replace(stream, rank=reader, ranks=self.ranks, places=self.of, turn=self.turn, first_round=self.round),
             batch_size=args.train_batch_size,
@@ -116,7 +116,7 @@ class Places:
             pin_memory=args.dataloader_pin_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
-            generator=torch.Generator(),  # DataLoader's seed from the global one would change dropout after a resume
+            generator=torch.Generator(),  # a seed from torch's global generator would change dropout after a resume
         )
         return prepare_data_loader(
             loader, args.device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False
@@ -124,7 +124,7 @@ class Places:
 
 
 def _with_place(collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]) -> dict[str, Any]:
-    """Collate rows, and add the place after the last row. An error in a row is returned alone."""
+    """Collate rows, and add the place after the last row. Return only the error if a row is one."""
     place = next((row[PLACE] for row in rows if isinstance(row[PLACE], Exception)), rows[-1][PLACE])
     if isinstance(place, Exception):
         return {PLACE: place}

@@ -50,11 +50,11 @@ class StoppedInEvaluation(Preempted):
 
 
 class StopWhenRequested(TrainerCallback):
-    """Stops all ranks together once any rank is told to stop: they complete the step and save.
+    """Stops all ranks together once any rank is told to stop: all complete the step and save.
 
-    An evaluation ends after its current batch, because the rest may take longer than the time that
-    is left. The resumed run repeats the evaluation. The ranks agree over gloo, so that no GPU waits
-    for the answer. `finish_saving` waits until the checkpoint that was just written is complete.
+    An evaluation ends after its current batch, because the other batches may take longer than the
+    time that is left. The resumed run repeats the evaluation. The ranks agree over gloo, so that no
+    GPU waits. `finish_saving` waits until the checkpoint that was just written is complete.
     """
 
     def __init__(self, request: StopRequest, world: World, finish_saving: Callable[[], None] = lambda: None) -> None:
@@ -108,7 +108,7 @@ class Progress(TrainerCallback):
         self.run, self.out = run, out
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.run["max_steps"] <= 0:  # the steps are known only now; `check` judges max_steps
+        if self.run["max_steps"] <= 0:  # the number of steps is known only now; `check` judges max_steps
             print_problems(warmup_within(self.run, state.max_steps), self.out)
         self.first, self.began = state.global_step, time.monotonic()
 
@@ -132,9 +132,9 @@ class Progress(TrainerCallback):
 class StepTiming(TrainerCallback):
     """Times the steps after the warm-up and, with `parts`, the parts of a step for `--measure`.
 
-    RecipeTrainer calls `mark` at the end of each part. On a GPU, a mark is an event in the stream,
-    read once the GPU has passed the event: the host never waits in order to measure. On a CPU, a
-    mark is a reading of the clock. `on` is True while parts are timed.
+    RecipeTrainer calls `mark` at the end of each part. On a GPU, a mark is an event in the CUDA
+    stream. The event is read after the GPU has passed it, so that no step waits for a measurement.
+    On a CPU, a mark is a reading of the clock. `on` is True while parts are timed.
     """
 
     def __init__(self, cuda: bool, parts: bool = False) -> None:
@@ -143,9 +143,9 @@ class StepTiming(TrainerCallback):
         self._started: float | None = None  # start of the current step; None after a save, an evaluation or an epoch
 
         self.on = parts
-        self.seconds: Counter[str] = Counter()  # part -> its sum over the timed steps
+        self.seconds: Counter[str] = Counter()  # part -> sum of its seconds over the timed steps
         self.sent: tuple[int, int, int] | None = None  # in one step, from `_counted`
-        # The first timed step's micro-batches and their items: an epoch's last step may be shorter.
+        # Micro-batches and number of items of the first timed step: the last step may be shorter.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
         self._cuda = cuda
         self._marks: deque[tuple[str, Any]] = deque()
@@ -175,7 +175,7 @@ class StepTiming(TrainerCallback):
 
     @property
     def step_time_off(self) -> float | None:
-        """The error of `step_time` in seconds, estimated from the means of parts of the run."""
+        """The error of `step_time` in seconds, estimated from step times in parts of the run."""
         size = max(1, len(self.durations) // _STRETCHES)
         starts = range(0, len(self.durations) - size + 1, size)
         means = [fmean(self.durations[start : start + size]) for start in starts]
@@ -198,7 +198,7 @@ class StepTiming(TrainerCallback):
         self._marks.append((part, now))
 
     def begin_step(self) -> None:
-        """Before a step reads data: profile the last warm-up step, or start to time the parts."""
+        """Called before a step reads data: profile the last warm-up step, or time the parts."""
         if self.on and self.steps_trained == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
@@ -224,7 +224,7 @@ class StepTiming(TrainerCallback):
 
     @contextlib.contextmanager
     def end_of_step(self, state: TrainerState, control: Any) -> Iterator[None]:
-        """Time the whole block as the last part of the step. Marks inside it are ignored."""
+        """Time the whole block as the last part of the step, and ignore marks inside the block."""
         if self._profiler:
             self._profiler.stop()
             self.sent, self._profiler = _counted(self._profiler), None
@@ -250,7 +250,7 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """Return the part that the work after a step counts as. No row of timings has "end"."""
+    """Return the part that the time after a step is added to. Timings do not report "end"."""
     if state.global_step >= state.max_steps:
         return "end"
     if control.should_save or control.should_evaluate:
@@ -259,8 +259,8 @@ def _due(state: TrainerState, control: Any) -> str:
 
 
 def _counted(profiler: profile) -> tuple[int, int, int]:
-    """Count three things of a step, as this process recorded them: the micro-batches in which
-    gradients were reduced, all collectives, and their bytes.
+    """Return three numbers of the step that this process profiled: the micro-batches in which
+    gradients were reduced, all collectives, and the bytes of all collectives.
 
     A reduce inside a micro-batch carries gradients. Gathers and broadcasts carry parameters,
     buffers and counts.

@@ -1,9 +1,9 @@
-"""Runs that failed or were interrupted: the message, how to resume, and the exit code.
+"""Report a run that failed or was interrupted: print why and how to resume, return the exit code.
 
 When memory runs out, the message names the failed allocation and the next attempt: the next
 smaller micro-batch at the same global batch or, if there is none, gradient checkpointing. Both
-resume from the run's own checkpoints. out_of_memory.json in the output folder holds the flags of
-the next attempt, for `--on_oom next`.
+attempts resume from the run's own checkpoints. out_of_memory.json in the output folder holds the
+flags of the next attempt, for `--on_oom next`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recipes.run.files import read_json
 
 # Printed if no next attempt is left. These ways change the training, the engine or the machine.
 OTHER_WAYS = (
-    "use a recipe that shards or offloads with another --output_dir, shorten --max_length, or add memory "
+    "use a recipe that shards or offloads, with another --output_dir; or lower --max_length; or add memory "
     "(`recipes plan` ranks these ways)"
 )
 
@@ -52,7 +52,7 @@ class OutOfMemory(Failure):
 @contextlib.contextmanager
 def explained_by(run: RunSpec) -> Iterator[None]:
     """Attach the run to an error that leaves this block. `report` then prints the sources of the
-    run's values and its newest checkpoint. Of nested blocks, the innermost counts.
+    run's values, and its newest checkpoint. In nested blocks, the innermost block's run is kept.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def explained_by(run: RunSpec) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_noted(world: World) -> Iterator[None]:
-    """Print a failure in this block as one note: the training before it is finished."""
+    """Print a failure in this block as one note, because the training is already finished."""
     try:
         yield
     except Exception as error:
@@ -117,7 +117,7 @@ def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Pa
 def _lost_a_rank(error: BaseException) -> bool:
     if any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe")):
         return True  # messages of gloo
-    # Importing torch takes seconds. Before torch is imported, no error is torch's.
+    # Importing torch takes seconds. If torch is not imported, the error cannot come from torch.
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
         return False
@@ -125,10 +125,10 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
-    """True on a rank that prints its error. If all ranks fail together, only one rank prints it.
+    """True if this rank should print its error. An error of all ranks is printed once per node.
 
-    The first rank of each node prints a mistake or a bug. If the launcher does not end the other
-    ranks, the first rank has not met the error, and they print it.
+    The first rank of each node prints a mistake or a bug. Another rank prints it only if the
+    launcher does not end this rank, because the first rank has then not met the error.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True
@@ -173,7 +173,7 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
 
 
 def _is_first(run: RunSpec) -> bool:
-    """True on the first rank that runs out. Its out_of_memory.json tells rank 0 the cause."""
+    """True on the first rank that runs out of memory, which writes out_of_memory.json."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except FileExistsError:
@@ -193,7 +193,7 @@ def _in_words(run: RunSpec, attempt: Json, checkpoint: str | None) -> str:
 
 
 def next_flags(folder: Path) -> Json | None:
-    """Return the flags of the next attempt after a run that ended in `folder`; None if unknown."""
+    """Return the flags of the next attempt, from `folder` of the failed run; None if unknown."""
     flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
     return flags if isinstance(flags, dict) else None
 
@@ -201,7 +201,7 @@ def next_flags(folder: Path) -> Json | None:
 def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     """Return flags that resume the same training in less memory, from its checkpoints.
 
-    None if no flags achieve that. A flag with the value None must be left out of the command.
+    None if there are no such flags. A flag with the value None must be left out of the command.
     """
     micro, share = run.batch.micro, run.batch.micro * run.batch.accumulation
     attempts: list[Json] = [
@@ -209,14 +209,14 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     ]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
-    # Flags that prevent a resume from the newest checkpoint are removed, or overridden in a file.
+    # Remove flags that prevent a resume from the newest checkpoint; override those in a file.
     resumed = {
         name: None if run.setting(name).source == COMMAND_LINE else value
         for name, value in {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}.items()
         if run.explicit(name) and run[name]
     }
     for flags in attempts:
-        if run.explicit("gradient_accumulation_steps"):  # else it follows from the micro-batch
+        if run.explicit("gradient_accumulation_steps"):  # else the micro-batch determines it
             flags["gradient_accumulation_steps"] = share // flags["per_device_train_batch_size"]
         flags |= resumed
         found = check(resolve(with_flags(argv, flags), run.place))

@@ -72,7 +72,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
 
 
 def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the class names of a trained classifier, by output; empty for any other model."""
+    """Return a trained classifier's class names in the order of outputs; empty for other models."""
     config = load_config(run, tokenizer)
     if not is_classifier({"architectures": config.architectures}):
         return []
@@ -107,8 +107,8 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
 def _refuses_flex(cls: type | None, config: Json) -> str:
     """Return why a recipe should not choose flex attention for a model; empty if it may.
 
-    transformers raises `ValueError` for a dropout in attention. In torch, heads need 16 dimensions,
-    and the kernel of the backward pass outgrows the shared memory of many GPUs above 128.
+    With dropout in attention, transformers raises `ValueError`. Heads need at least 16 dimensions
+    in torch; above 128, torch's backward kernel exceeds the shared memory of many GPUs.
     """
     text = config.get("text_config", config)
     width = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
@@ -120,7 +120,7 @@ def _refuses_flex(cls: type | None, config: Json) -> str:
 
 
 def described(config: PreTrainedConfig) -> Json:
-    """Return the content of a config.json, also under the names that all model types share."""
+    """Return the content of a config.json, with values also under names that all models share."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
     content, text = {**config.to_dict(), **shared}, config
     with contextlib.suppress(ValueError):  # MusicGen has two parts of text
@@ -130,7 +130,7 @@ def described(config: PreTrainedConfig) -> Json:
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
     """Count the parameters of a loaded model. Tied parameters count once, a shard counts as the
-    whole parameter, and a byte of 4-bit weights counts as two.
+    whole parameter, and a byte of 4-bit weights counts as two parameters.
     """
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
@@ -188,7 +188,7 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
         name, attention = run["model_name_or_path"], run["attn_implementation"]
         if ran_out(error) or isinstance(error, UserError) or not (name or attention):
             raise
-        flag, fix = "model_name_or_path", "use a folder from save_pretrained of model and tokenizer, for this --task"
+        flag, fix = "model_name_or_path", "use a folder that save_pretrained wrote (model, tokenizer) for this --task"
         if "trust_remote_code" in str(error):
             flag, fix = "trust_remote_code", "read the model's own Python code, then set --trust_remote_code"
         elif attention and re.search("ttention|attn|`kernels`", str(error)):
@@ -200,8 +200,8 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
-    """Create the model with random weights. They are equal on all ranks, and on CPUs also under all
-    engines. Under ZeRO-3 a GPU draws the numbers, which differ from a CPU's.
+    """Create the model with random weights, which are equal on all ranks. On CPUs they are equal
+    under all engines too. Under ZeRO-3 a GPU draws random numbers, which differ from a CPU's.
     """
     known = config.get_text_config().vocab_size
     if vocabulary > known:
@@ -209,7 +209,7 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
         raise mistake("from_scratch", what, f"set vocab_size {vocabulary} in the model's config.json")
     with _of_these_files(run, "model"):
         model = _built(run, config)
-    # Initialize again, as the layers' constructors draw random numbers too, but not under ZeRO-3.
+    # Initialize again, because the layers' constructors drew random numbers, but not under ZeRO-3.
     for module in model.modules():
         module._is_hf_initialized = False
     set_seed(run["seed"])
@@ -259,7 +259,7 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
         raise mistake("model_name_or_path", what, "use the weights that were saved with this config.json")
     if lacking and not is_new_head:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
-        note = f"{name} lacks {lacking[0]}{more}: initialized with random values"
+        note = f"{name} lacks {lacking[0]}{more}: the run begins with random values there"
         print_note(note, console(os.environ.get("RANK", "0") == "0"))
     return model
 
@@ -280,8 +280,8 @@ def _attention(run: Settings) -> dict[str, object]:
 
 
 def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> None:
-    """Raise `UserError` if BatchNorm would get a single example: BatchNorm then fails, or cannot
-    learn how examples differ. SyncBatchNorm gets the examples of all processes.
+    """Raise `UserError` if BatchNorm would get a single example, because BatchNorm then fails, or
+    cannot learn how examples differ. SyncBatchNorm gets the examples of all processes.
     """
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)

@@ -19,8 +19,8 @@ class MeanOverExamples:
     """A loss for `Trainer(compute_loss_func=...)`, in which each example of a global batch has the
     same weight, whatever its micro-batch.
 
-    The loss is that of transformers for the `problem_type`: cross entropy, or the mean over an
-    example's outputs of the binary cross entropy or of the squared error.
+    The `problem_type` selects the loss as in transformers: cross entropy, binary cross entropy or
+    squared error. The last two are averaged over an example's outputs.
     """
 
     problem_type: str
@@ -46,13 +46,13 @@ class MeanOverExamples:
 
 
 def filler(labels: torch.Tensor) -> float:
-    """Return the label that marks an example which does not count."""
+    """Return the label that excludes an example from the loss: NaN for floats, else -100."""
     return float("nan") if labels.is_floating_point() else IGNORED
 
 
 def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch for Trainer's count of items, which counts each label other than -100. But
-    -100 may be a number to learn, and an example with several labels is one item.
+    """Return the batch with labels that Trainer counts correctly. Trainer counts each label other
+    than -100. But -100 may be a number to learn, and an example with several labels is one item.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.is_floating_point():
@@ -75,7 +75,7 @@ class Metrics:
         if self.problem_type == "regression":
             return _of_numbers(logits, labels.reshape(logits.shape))
         if self.problem_type == "multi_label_classification":
-            return _of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # logit 0: probability 0.5
+            return _of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # logit 0 is probability 0.5
         return _of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
 
 
@@ -105,7 +105,7 @@ def _of_numbers(predicted: np.ndarray, right: np.ndarray) -> dict[str, float]:
 
 
 def _joined(given: Any) -> np.ndarray:
-    """Join all examples into one array. Of several outputs of a model, the first is its logits.
+    """Join all examples into one array. If a model has several outputs, the first is its logits.
 
     With `--eval_do_concat_batches false`, `given` is a list with one entry per batch.
     """

@@ -1,11 +1,11 @@
 """A test that a model keeps the examples of a packed or padding-free row apart.
 
-The test runs a model, because the source does not tell. OPT takes position_ids, yet every token
-sees all tokens before it. Layers with a state (Mamba, Jamba, LFM2) keep it across examples.
+The test runs a model, because source code does not show this. OPT accepts position_ids, but every
+token attends to all earlier tokens. Layers with a state (Mamba, LFM2) keep it across examples.
 
-The test runs on a narrow twin with random weights, before the model is loaded. FlashAttention is
-imitated, as it has no CPU version. There is no threshold: any gradient other than 0 of the second
-example's outputs with respect to the first example's embeddings is a leak.
+The test runs on a narrow copy, the twin, with random weights, before the model is loaded.
+FlashAttention is imitated, because it has no CPU version. The model mixes examples if any gradient
+of the second example's outputs with respect to the first example's embeddings is not 0.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunS
 
 
 def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
-    """True if a narrow model of the same configuration mixes examples. None if no such model can be
-    tested, as for a model whose code comes with its weights.
+    """True if a narrow model of the same configuration mixes examples. None if no narrow model can
+    be tested, for example because the model's code comes with its weights.
     """
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     attention = run["attn_implementation"] or config._attn_implementation or ""
@@ -72,8 +72,8 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
 
 
 def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
-    """True if the outputs of a row's second example depend on its first example. None if no output
-    depends on the token before, as after a layer norm over a single number.
+    """True if the outputs of a row's second example depend on the first example. None if the last
+    output does not even depend on the token before it, as after a layer norm over a single number.
     """
     embedded = []
 
@@ -97,7 +97,7 @@ def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
 
 
 def _narrowed(value: Any, by: int, name: str = "") -> Any:
-    """Divide the widths in a configuration or a value of one, and keep few tokens and experts."""
+    """Divide the widths in a configuration or in one of its values; keep few tokens and experts."""
     if isinstance(value, PreTrainedConfig):
         for field, part in vars(value).items():
             setattr(value, field, _narrowed(part, by, field))
@@ -117,8 +117,8 @@ def _narrowed(value: Any, by: int, name: str = "") -> Any:
 
 
 def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
-    """Create the model in float32, with noise added to its weights: branches that start with zeros
-    would hide a dependency.
+    """Create the model in float32, with noise added to its weights, because branches whose weights
+    start at zero would hide a dependency.
     """
     if not isinstance(config, kind.config_class):
         config = config.get_text_config()
@@ -138,14 +138,14 @@ def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str 
 def _imitate_flash_attention(model: PreTrainedModel) -> None:
     ALL_ATTENTION_FUNCTIONS[_FLASH] = _flash_attention
     ALL_MASK_ATTENTION_FUNCTIONS[_FLASH] = flash_attention_mask
-    model.config._attn_implementation = _FLASH  # only now: a model's constructor looks for the kernel
+    model.config._attn_implementation = _FLASH  # only now, because a model's constructor looks for the kernel
 
 
 def _flash_attention(
     module, query, key, value, attention_mask=None, scaling=None, position_ids=None, cu_seq_lens_q=None, **_
 ):
     """Compute attention as a FlashAttention kernel does, within each example. `cu_seq_lens_q`
-    separates the examples. Without it position_ids do, but only in a batch of one row.
+    separates the examples. If it is None, `position_ids` do so, but only in a batch of one row.
     """
     rows, _, length, _ = query.shape
     example = torch.zeros(rows, length)

@@ -1,9 +1,9 @@
 """The results of a run and, with `--measure`, the row of timings of its steps.
 
 After the training, one of its steps is repeated in pairs, without changing the weights: once with
-the collectives of gradients, once on the bare model without them. The difference is the exposed
-communication time. The step without collectives takes as long as with a perfect network. The time
-by which it is longer beside other processes than alone is contention.
+the collectives of gradients, once on the bare model without collectives. The difference is the
+exposed communication time. A step without collectives takes as long as with a perfect network. If
+such a step takes longer beside other processes than alone, the difference is contention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recipes.run.spec import BATCH_FIELDS
 from recipes.scaling.causes import wire_time
 from recipes.scaling.timings import PARTS, Timing, append, name_of
 
-# Disturbances change a short step most, so a short step is repeated more: for a second in all.
+# Disturbances change a short step most, so a short step is repeated more often, for one second.
 _TRIES, _MOST_PAIRS, _SECONDS_OF_PAIRS = 5, 40, 1.0
 _FEW_BYTES = 8
 # The jobs of one training may differ in these settings: output, length and batch.
@@ -58,7 +58,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     ranks = gather_object([{**own, **{part: timing.seconds[part] / steps for part in PARTS}}])
     parts: Json = {part: fmean(rank[part] for rank in ranks) for part in PARTS if part != "communication"}
     step_time = sum(parts.values())
-    for part in ("logging", "saving"):  # one process writes: the wait of the others is not `other`
+    for part in ("logging", "saving"):  # one process writes, and the wait of the others is not `other`
         longest = max(rank[part] for rank in ranks)
         parts["other"] -= min(parts["other"], longest - parts[part])
         parts[part] = longest
@@ -66,7 +66,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     waits, known = [rank["data_wait"] for rank in ranks], Json()
     if world > 1 and max(waits):
         known["data_wait_rank"] = waits.index(max(waits))
-    # Unknown under ZeRO and FSDP, whose models cannot run without their collectives.
+    # Not measured under ZeRO and FSDP, whose models cannot run without collectives.
     if run.engine.kind in ("single", "ddp") and timing.first_batches[0]:
         exchanging, bare = _repeated(trainer, step_time)
         pairs = zip(_slowest(exchanging), _slowest(bare), strict=True)
@@ -122,14 +122,14 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
 
 
 def _command(run: RunSpec) -> str:
-    """Return the flags that define this training at any size. Rows with equal flags are paired."""
+    """Return the flags that define this training. Its rows at all sizes have the same flags."""
     given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
     flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
     return shlex.join(with_flags([], flags))
 
 
 def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]]]:
-    """Time the first timed step repeatedly, with its collectives of gradients and without them."""
+    """Time the first timed step repeatedly, with and without the collectives of gradients."""
     timing, wrapped = trainer.timing, trainer.model_wrapped
     bare, state = getattr(wrapped, "module", wrapped), trainer.accelerator.gradient_state
     batches, items = timing.first_batches
@@ -149,7 +149,7 @@ def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]
 def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
     """Estimate the seconds of a micro-batch that do not depend on its size, by halving it.
 
-    None if a micro-batch cannot be halved: a single example, or several joined into one row.
+    None if it cannot be halved, because it is one example, or several joined into one row.
     """
     (batch, *_), items = trainer.timing.first_batches
     if size < 2 or any(len(tensor) != size for tensor in batch.values()):
@@ -166,8 +166,8 @@ def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
 
 
 def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
-    """Measure the bandwidth and latency of the link while nothing else runs, by all-reduces of
-    `size` bytes and of a few bytes.
+    """Return the bandwidth (bytes/s) and the latency (s) of the link, from all-reduces of `size`
+    bytes and of a few bytes, while nothing else runs.
 
     The bandwidth is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md): S/t x 2(p-1)/p.
     """
@@ -184,8 +184,8 @@ def _slowest(ranks: list[list[float]]) -> list[float]:
 
 
 def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.device) -> list[list[list[float]]]:
-    """Return the seconds of each work, by process and try. The works take turns, and all processes
-    begin a work together.
+    """Return the seconds of each function in `works`, by process and try. The functions take turns,
+    and all processes begin a function together.
     """
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     own: list[list[float]] = [[] for _ in works]
@@ -207,7 +207,7 @@ def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.d
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> Json:
     """Return Trainer's metrics, with speed in tokens, steady step time, peak memory and MFU.
 
-    Times are in seconds, memory in bytes. All ranks call this, as it sums the tokens of all ranks.
+    Times are in seconds, memory in bytes. All ranks call this, because their tokens are added up.
     """
     state, timing = trainer.state, trainer.timing
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
@@ -241,8 +241,8 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
 
 
 def utilisation(run: RunSpec, trainer: RecipeTrainer, tokens_per_second: float) -> float | None:
-    """Return the model FLOPs utilisation: the share of the GPUs' bf16 peak. None if it is unknown
-    or if the formula does not hold: it needs packed rows, and all weights trained.
+    """Return the model FLOPs utilisation: the share of the GPUs' bf16 peak. None if the peak is
+    unknown, or if the formula does not hold: it needs packed rows, and all weights trained.
     """
     peak, model = run.hardware.peak_flops, trainer.model
     is_whole = run["packing"] and run["task"] == "causal_lm" and not run["use_peft"]

@@ -1,5 +1,5 @@
-"""A Trainer that trains as the recipe promises: equally on any hardware and after any resume, with
-complete checkpoints, and without waiting for the GPU between logs.
+"""A Trainer that trains as the recipe promises: the same training on any hardware and after any
+resume, with complete checkpoints, and without waiting for the GPU between logs.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RecipeTrainer(CommittingTrainer):
     accelerate fills up the last batch of an epoch or evaluation with examples that were already
     used (accelerate#2316). RecipeTrainer counts each example once, on any number of processes.
 
-    `run` holds the settings without a field in TrainingArguments. `any_world` reads DeepSpeed
-    checkpoints that another number of processes wrote.
+    `run` holds the settings that TrainingArguments lacks. `any_world` reads DeepSpeed checkpoints
+    that another number of processes wrote.
     """
 
     label_smoother: Any
@@ -82,7 +82,7 @@ class RecipeTrainer(CommittingTrainer):
             self.model_accepts_loss_kwargs = False  # classifiers accept **kwargs but ignore the item count
         elif self.label_smoother is not None:
             # Trainer shifts labels only for class names that it knows (transformers#27161). Under
-            # FSDP2 and in remote code names differ: such a model would learn to repeat each token.
+            # FSDP2 and in remote code the names differ: the model would learn to repeat each token.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         self.num_parameters = parameter_count(self.model)  # before an engine shards them
@@ -109,20 +109,20 @@ class RecipeTrainer(CommittingTrainer):
         return output
 
     def make_readable(self, checkpoint: Path | None) -> None:
-        """Make the checkpoint of another number of processes readable. All ranks call this before
-        `train` resumes from the checkpoint.
+        """Make a checkpoint readable that another number of processes wrote. All ranks call this
+        before `train` resumes from the checkpoint.
         """
         if self.any_world is not None:
             self.any_world.prepare(checkpoint)
 
     def _run_epoch(self, *args, **kwargs):
-        # Trainer checks these conditions only after a step: a run resumed at its last step would
-        # take one more.
+        # Trainer checks these conditions only after a step, so a run that resumes at its last step
+        # would take one more step.
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return None
-        # In an epoch that a resume continues, accelerate's loader neither knows how many examples
-        # are left for its last batch, nor tells every sampler which epoch it is.
+        # If a resume continues an epoch, accelerate's loader does not know how many examples are
+        # left for the last batch, and does not set the epoch of every sampler.
         self._last_round = examples_in_last_round(kwargs["train_dataloader"])
         set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
@@ -143,11 +143,11 @@ class RecipeTrainer(CommittingTrainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
-        """Return 0, as counting would walk every parameter in each micro-batch."""
+        """Return 0, because counting would visit every parameter in each micro-batch."""
         return 0
 
     def require_finite_weights(self) -> None:
-        """Raise `NotANumber` if a trained weight is NaN or infinite: no log shows the last update.
+        """Raise `NotANumber` if a trained weight is NaN or infinite: no log covers the last update.
 
         All ranks call this, because under FSDP each rank sees only its own shards.
         """
@@ -171,8 +171,8 @@ class RecipeTrainer(CommittingTrainer):
     def _get_train_sampler(self, *args, **kwargs):
         sampler = super()._get_train_sampler(*args, **kwargs)
         if isinstance(sampler, LengthGroupedSampler):
-            # Trainer groups the examples of one process in a step, and shuffles with random numbers
-            # that a resume in the second epoch cannot repeat.
+            # Trainer groups only the examples of one process in a step, and shuffles with random
+            # numbers that a resume in the second epoch cannot repeat.
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             sampler.batch_size, sampler.generator = self.get_total_train_batch_size(self.args), torch.Generator()
             sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)
@@ -205,7 +205,7 @@ class RecipeTrainer(CommittingTrainer):
         if left <= 0 or not counted or "labels" not in batch:
             return
         size = self.args.train_batch_size if trains else self.args.eval_batch_size
-        group = self.args.process_index // self.get_tp_size()  # processes that have the same examples
+        group = self.args.process_index // self.get_tp_size()  # processes of one group have the same examples
         own = min(max(left - group * size, 0), size)
         batch["labels"] = batch["labels"].clone()
         batch["labels"][own:] = filler(batch["labels"])
@@ -254,8 +254,8 @@ class RecipeTrainer(CommittingTrainer):
         return metrics
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
-        """Evaluate as Trainer does. An evaluation that the run before could not finish is repeated
-        at the start, with its effects on the best model and on a schedule that waits for it.
+        """Evaluate as Trainer does. If a stop cut short the last evaluation of the earlier run, the
+        first one here replaces it, also for the best model and for a scheduler that needs a metric.
         """
         owed, self._owed = self._owed, False
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)
@@ -264,7 +264,7 @@ class RecipeTrainer(CommittingTrainer):
         return metrics
 
     def final_metrics(self) -> dict[str, float]:
-        """Return the metrics of the current model. Evaluate only if its step was not evaluated."""
+        """Return the metrics of the current model. Evaluate only if its step has no metrics yet."""
         if self.eval_dataset is None:
             return {}
         return self.evaluations.get(self.model_step) or self.evaluate()
@@ -301,7 +301,7 @@ class RecipeTrainer(CommittingTrainer):
         super()._issue_warnings_after_load(load_result)
 
     def _load_callback_state(self) -> None:
-        # The end of an evaluation clears its request: a checkpoint with a request was saved before.
+        # If should_evaluate is still set, the checkpoint was saved before its evaluation ended.
         control = self.state.stateful_callbacks.get("TrainerControl", {})
         self._owed = control.get("args", {}).get("should_evaluate", False)
         self.args.eval_on_start |= self._owed
@@ -310,7 +310,7 @@ class RecipeTrainer(CommittingTrainer):
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
         super()._load_callback_state()
-        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer looks each up as it saves
+        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer expects all of them when it saves
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
@@ -331,8 +331,8 @@ class RecipeTrainer(CommittingTrainer):
 
 
 def _keep_loss_out_of_compiled_code() -> None:
-    """Have torch.compile call Liger's loss as it is. torch 2.11 cannot trace that of liger-kernel
-    0.8.5: `unsupported operand type(s) for *: 'torch.dtype' and 'FakeTensor'`.
+    """Have torch.compile leave Liger's loss uncompiled. torch 2.11 cannot trace the loss of
+    liger-kernel 0.8.5: `unsupported operand type(s) for *: 'torch.dtype' and 'FakeTensor'`.
     """
     from liger_kernel.transformers import functional
 
@@ -341,8 +341,8 @@ def _keep_loss_out_of_compiled_code() -> None:
 
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
-    """Give DDP the settings without a field in TrainingArguments: `gradient_as_bucket_view` (bool)
-    and `ddp_comm_hook` ("no", "fp16" or "bf16"). Call this before `train()` wraps the model.
+    """Pass to DDP the settings that TrainingArguments lacks: `gradient_as_bucket_view` (bool) and
+    `ddp_comm_hook` ("no", "fp16" or "bf16"). Call this before `train()` wraps the model.
     """
     if handler := trainer.accelerator.ddp_handler:
         handler.gradient_as_bucket_view = run["gradient_as_bucket_view"]
@@ -350,8 +350,8 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
 
 
 def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
-    """Work around accelerate 1.15. It rounds all outputs of the model to 16 bits, also the loss. It
-    shards the input embeddings, and fails if another sharded module holds them, as in BERT.
+    """Work around accelerate 1.15, which rounds all outputs of the model to 16 bits, even the loss.
+    It also shards the input embeddings, and fails if a sharded module holds them, as in BERT.
     """
     if policy := plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
@@ -379,8 +379,8 @@ def require_hub(run: Settings) -> None:
         name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id
         api.auth_check(name, write=True)
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:
-        fix = "run `hf auth login` with a write token, or set --hub_model_id to a repository of yours; or leave it out"
-        raise mistake("push_to_hub", one_line(error), f"{fix}, and `hf upload` the folder afterwards") from None
+        fix = "run `hf auth login` with a write token, or set --hub_model_id to a repository of yours; or leave"
+        raise mistake("push_to_hub", one_line(error), f"{fix} the flag out and `hf upload` the folder later") from None
 
 
 def build_trainer(

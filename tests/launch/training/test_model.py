@@ -158,7 +158,7 @@ def test_weights_that_are_missing_are_noted_and_a_new_head_is_not(folder, capsys
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     load(run_with(str(folder)))
     said = " ".join(capsys.readouterr().out.split())
-    assert "lacks model.layers.1.mlp.up_proj.weight: initialized with random values" in said
+    assert "lacks model.layers.1.mlp.up_proj.weight: the run begins with random values there" in said
 
 
 # --- BatchNorm ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from launch.host import memory
 from launch.training.failure import next_attempt
 from recipes.run import here, resolve, with_flags
 from tests.support.running import ROOT, launch_quickly, losses, run
-from tests.support.wide import LENGTH, texts_of, wide_model
+from tests.support.wide import LENGTH, imported_gb, texts_of, wide_model
 
 LONG = LENGTH // 2
 AMONG_8 = 1.75  # GB that a micro-batch of 8 with one long text exceeds, and one of 4 does not
@@ -65,7 +65,8 @@ def test_a_rank_that_runs_out_alone_is_the_one_that_reports_it(flags, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp_path):
-    ours = [*flags, "8", "--memory_limit", str(AMONG_8), "--fresh", "--output_dir", str(tmp_path / "out")]
+    limit = str(round(imported_gb() + 1.19, 2))
+    ours = [*flags, "8", "--memory_limit", limit, "--fresh", "--output_dir", str(tmp_path / "out")]
     words = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "baseline", "--on_oom", "next", "--", *ours]
     done = run(words, tmp_path / "out", cwd=ROOT)
     assert (done.code, done.record["status"]) == (0, "finished"), done.output

@@ -54,7 +54,7 @@ MISTAKES = {
     f"submit azureml --compute c -- --dataset_name ./here.jsonl {MODEL}": "--data with an asset or uri",
     "submit azureml --compute c -- --fresh": "--output_uri",
     **{
-        f"submit azureml --compute c --data {place} -- {MODEL}": "is not a place in the cloud"
+        f"submit azureml --compute c --data {place} -- {MODEL}": "is neither a data asset nor a uri of storage"
         for place in ("azureml:texts", "azureml:texts:x:y", "hf://x")
     },
 }

@@ -1,1 +1,1 @@
-"""The parts of accelerate-recipes that act: training, the command, jobs, measuring, reports."""
+"""The launcher of accelerate-recipes: the `recipes` command, training, jobs, timings, reports."""

@@ -1,8 +1,8 @@
-"""The `recipes` command. Only the command that is called is imported, so that it starts fast.
+"""The `recipes` command. It starts fast, because it imports only the command that is called.
 
-The module of a command has `add_parser(commands)`, which adds its parser to argparse's `commands`.
-The parser sets `run`: a function of the parsed options and of the other arguments, train.py's
-flags.
+The module of a command has a function `add_parser(commands)`, which adds the command's parser to
+argparse's `commands`. This parser sets `run`, the function that carries out the command. `run` gets
+the parsed options, and the arguments that the parser does not know: train.py's flags.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from recipes.errors import Problem, UserError, mistake
 
 
 class Command(NamedTuple):
-    """A line of `recipes --help`, and the modules that hold the command's parser. Each of several
-    modules holds a subcommand, such as `recipes scale run`.
+    """A command: its line in `recipes --help`, and the modules that hold its parser. If there are
+    several modules, each one holds a subcommand, such as `recipes scale run`.
     """
 
     summary: str
     modules: tuple[str, ...]
-    train_flags: bool = False  # the command takes train.py's flags too
+    train_flags: bool = False  # the command accepts train.py's flags too
     as_train: bool = False  # the command computes here, and reports a failure as train.py does
 
 
@@ -78,13 +78,13 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return 0; 1 if the answer is no or something failed; 2 for a mistake; 130 after Ctrl-C."""
+    """Return the exit code: 0 done, 1 failed or the answer is no, 2 a mistake, 130 Ctrl-C."""
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also while a command is imported
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, `head` for one, has closed the pipe
+    except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
         return 0
     finally:
         finish_printing()
@@ -102,7 +102,7 @@ def _main(argv: list[str]) -> int:
         if command is None:
             raise _no_command(name)
         if name in ("train", "fit", "submit", "rerun"):
-            print_without_reader()  # a training goes on when nobody reads what it prints
+            print_without_reader()  # a training goes on when nobody reads its output
         parser = _parser(name, command)
         options, rest = parser.parse_known_args(own)
         if rest and not command.train_flags:
@@ -126,7 +126,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _of_this_command(problem: Problem, options: argparse.Namespace) -> Problem:
-    """Return the problem. A misspelt flag of the command itself gets the right flag as its fix."""
+    """Return the problem. If a flag of this command was misspelt, the fix is the right flag."""
     from recipes.run.command_line import NOTHING_SIMILAR
 
     similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
@@ -147,7 +147,7 @@ def _no_command(name: str) -> UserError:
 
 
 def _parser(name: str, command: Command) -> Parser:
-    """Return the parser of one command, under the name and the usage of all commands."""
+    """Return the parser of `recipes` with this command as its only subcommand."""
     parser = Parser("recipes", usage=_USAGE)
     commands = parser.add_subparsers(prog="recipes", required=True, metavar="COMMAND")
     modules = [import_module(module) for module in command.modules]

@@ -1,4 +1,4 @@
-"""The parser of every command, whole numbers, and dataclasses as flags."""
+"""The parser of every command, types for whole numbers, and flags made from a dataclass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes `--num-processes` for `--num_processes`, as Hugging Face's own does. No
-    flag can be abbreviated: `--seed 1` would set the command's `--seed_of_data`, not train.py's.
+    """A parser that accepts `--num-processes` for `--num_processes`, as Hugging Face's parser does.
+    Flags cannot be abbreviated, because a flag of train.py could then match a flag of the command.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -21,10 +21,10 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*dict.fromkeys([*names, *dashed]), **options)
 
     def takes(self, run: Callable[..., int], table: str, **defaults: Any) -> None:
-        """Let the command call `run` with its options. Each line of `table` adds an argument.
+        """Add an argument for each line of `table`. The command calls `run` with the options.
 
-        Two spaces divide argument and help. The argument is `NAME`, `[NAME]` if it is optional, or
-        `--flag NAME`. A `--flag` alone is a switch. N is a whole number from 1, GB or the like any.
+        Two spaces divide argument and help. The argument is `NAME`, `[NAME]` if it is optional,
+        `--flag NAME`, or `--flag` for a switch. N is a whole number from 1; GB is any number.
         """
         for line in table.strip().splitlines():
             usage, _, help_text = line.strip().partition("  ")
@@ -63,7 +63,7 @@ _KINDS: dict[str, Callable[[str], Any]] = {"N": count, "GB": float, "GB/s": floa
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
     """Add a flag for each field of a dataclass. The field's metadata holds the help text.
 
-    A flag that is not given is absent from the parsed options: a site's default can replace it.
+    A flag that is not given is absent from the parsed options, so that a default can replace it.
     """
     for field in dataclasses.fields(flags):
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}

@@ -1,6 +1,6 @@
 """Output for people: the console of one rank, tables, problems, and numbers with their units.
 
-rich is imported only when it prints: quick commands need only the functions for numbers.
+`rich` is imported only to print: quick commands need only the functions for numbers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def memory_size(size_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with three digits, as no timing is more exact: `12.3 ms`, `1.25 s`, `125 s`."""
+    """Format a time with three digits, because no timing is more exact: `12.3 ms`, `125 s`."""
     value, unit = (seconds, "s") if seconds >= 0.9995 else (seconds * 1000, "ms")
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:,.{digits}f} {unit}"
 
 
 def value_text(value: object) -> str:
-    """Format a setting's value as one would type it: texts without quotes, the rest as JSON."""
+    """Format a setting's value as a user types it: text without quotes, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -44,7 +44,7 @@ def value_text(value: object) -> str:
 
 
 def finish_printing() -> None:
-    """Flush stdout, or drop the rest if its reader has gone: Python would exit with code 120."""
+    """Flush stdout. If its reader has gone, drop the output, because Python would exit with 120."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -52,8 +52,8 @@ def finish_printing() -> None:
 
 
 def console(is_main: bool = True, stderr: bool = False) -> Console:
-    """Return the console where rank 0 prints. Output to a file or a pipe is not wrapped at 80
-    columns, and a `:b:` in a file's name does not become an emoji.
+    """Return a console, which prints nothing unless `is_main`. Output to a file or a pipe is not
+    wrapped at 80 columns, and a `:b:` in a file's name does not become an emoji.
     """
     from rich.console import Console
 
@@ -66,7 +66,7 @@ def console(is_main: bool = True, stderr: bool = False) -> Console:
 def print_table(headings: list[str], rows: list[list[str]], stderr: bool = False, whole: bool = False) -> None:
     """Print a table. The first column holds names to copy, and is never cut.
 
-    No cell at all is cut in a file or a pipe, or if the table must be `whole`: a line may then be
+    No other cell is cut if the output is a file or a pipe, or with `whole`. A line may then be
     wider than the terminal.
     """
     from rich.table import Table
@@ -90,12 +90,12 @@ def print_problems(problems: Iterable[Problem], out: Console) -> None:
 
 
 def print_progress(text: str, out: Console) -> None:
-    """Print which part of the start begins now, so that no part is silent for seconds."""
+    """Print what the command does now, so that it is not silent for many seconds."""
     out.print(f"{text} ...", style="dim", highlight=False, markup=False)
 
 
 def print_note(text: str, out: Console) -> None:
-    """Print one line that a person should read, though nothing is wrong with the run."""
+    """Print a line that the user should read, although nothing is wrong with the run."""
     _print_labelled("note", "yellow", text, out)
 
 

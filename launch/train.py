@@ -4,7 +4,7 @@
     accelerate launch --config_file accelerate_configs/standard.yaml --num_processes 2 \
         launch/train.py --recipe standard --max_steps 20 --output_dir runs/second
 
-Without a model and data, it trains a small byte-level decoder on the source of Python's library.
+Without a model and data, train.py trains a small byte-level decoder on Python's library source.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> None:
-    """Report every problem that is known early, load the data (maybe for hours), join and train."""
+    """Report early problems, load the data (maybe for hours), join the process group, and train."""
     out = console(world.is_main)
     print_progress("importing the libraries", out)
     prepare_process(run)
@@ -84,7 +84,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
         print_problems(advice, out)
         require_hub(run)
         finished = look_ahead(run)
-        if finished and world.nodes == 1:  # each node may have its own folder
+        if finished and world.nodes == 1:  # several nodes may not share the output folder
             banner.print_earlier(finished, run, out)
             return
         with failure.catch_out_of_memory(run, argv, world, stop), world.meeting(run["ddp_timeout"]):
@@ -116,7 +116,7 @@ def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokeni
         return
     run = earlier.as_it_trains(run)
 
-    if run["memory_limit"]:  # after loading data, where libraries mishandle MemoryError
+    if run["memory_limit"]:  # set only now, because libraries mishandle MemoryError while they load data
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     print_progress("loading the model", out)
     model = load_model(run, tokenizer, data)

@@ -1,4 +1,4 @@
-"""`recipes list` and `where`: print the recipes and the paths of files, and resolve no run."""
+"""`recipes list` and `where`: print the recipes and the paths of files, without any run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show_where(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def run_as_json(run: RunSpec) -> Json:
-    """Return a run and its chosen settings, for scripts. Tokens are hidden."""
+    """Return a run as JSON, with the settings that are not library defaults. Tokens are hidden."""
     from recipes.run import shown
 
     return {

@@ -20,11 +20,11 @@ from recipes.run.hardware import Gpu, Hardware
 from recipes.run.known_gpus import find
 
 _FLAGS = """
---accelerate_config FILE|NAME  instead of the recipe's own YAML
+--accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own
 --num_processes N              processes in all, one per GPU [1]
 --gpu NAME                     check for a machine with one such GPU per process: H100 80GB, L4, ... [this machine]
 --azureml FILE                 check a job's YAML for Azure ML, and the training that it starts
---deep                         also build the objects of the training with the installed libraries (seconds)
+--deep                         also let the installed libraries build the objects of the training (takes seconds)
 --json                         print JSON for scripts
 """
 
@@ -58,7 +58,7 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
 def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, list[Problem]]:
     if options.azureml:
         if options.gpu:
-            raise mistake("gpu", "does not apply to a job's YAML", f"leave it out beside --azureml {options.azureml}")
+            raise mistake("gpu", "cannot be combined with --azureml", f"use --azureml {options.azureml} without --gpu")
         from launch.jobs import azure
 
         return azure.read(Path(options.azureml), rest)

@@ -1,6 +1,6 @@
 """`recipes show`, `diff` and `compare`: print recipes and recorded runs, differences and results.
 
-`differences` finds all differences. `rerun` uses it too, to compare a record with the run here.
+`differences` finds all differences. `rerun` calls it too, to compare a record with the run here.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from recipes.run.spec import COMMAND_LINE, LIBRARY, RunSpec, shown
 _SHOW = """
 NAME                   a recipe, shipped or your own: mine.yaml, mine.py:function; or a run: its folder, or run.json
 --diff OTHER           print only the differences from another recipe or run
---num_processes N      of a recipe: processes in all, one per GPU [1]
---global_batch_size N  of a recipe: examples per optimizer step [16]
---json                 print JSON for scripts, without --diff; for a run, its record unchanged
+--num_processes N      for a recipe: processes in all, one per GPU [1]
+--global_batch_size N  for a recipe: examples per optimizer step [16]
+--json                 print JSON for scripts (not with --diff); for a run, the whole run.json
 """
 _DIFF = """
 A                      a run's output folder or run.json, or a recipe
 B                      another run or recipe
---num_processes N      of recipes: processes in all [the run's, or 1]
---global_batch_size N  of recipes: examples per optimizer step [the run's, or 16]
+--num_processes N      for recipes: processes in all [the run's, or 1]
+--global_batch_size N  for recipes: examples per optimizer step [the run's, or 16]
 """
 
 
@@ -48,15 +48,15 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("compare")
     parser.add_argument("first", metavar="RUN", help="an output folder, or its run.json")
     parser.add_argument("others", metavar="RUN", nargs="+", help="other runs to compare with the first")
-    target = "a result that a run should reach, such as eval_loss 2.5; repeat it for several, which must all be met"
+    target = "a result that a run should reach, such as eval_loss 2.5; repeat the flag if several must be met"
     parser.add_argument("--target", metavar=("METRIC", "VALUE"), nargs=2, action="append", default=[], help=target)
     parser.set_defaults(run=compare)
 
 
 # --- What differs ---------------------------------------------------------------------------------
 
-ABSENT = {"value": None, "source": LIBRARY}  # the entry of a version that did not have this setting
-# Runs that differ in one of these, or in the contents of data or model, are other trainings.
+ABSENT = {"value": None, "source": LIBRARY}  # for a setting that the version of the record did not have
+# Runs that differ in one of these, or in the contents of data or model, are different trainings.
 _TRAINING = (
     "task problem_type model_name_or_path model_revision from_scratch dataset_name dataset_config dataset_train_split "
     "dataset_test_split dataset_columns dataset_text_field dataset_label_field dataset_streaming max_length packing "
@@ -68,8 +68,8 @@ _TRAINING = (
 class Row(NamedTuple):
     """A setting, or another fact about a run, that is not the same in all records.
 
-    `part` is a setting's most deliberate source, or the part of the record that holds the fact. An
-    entry of `entries` holds one record's value, for a setting also source and reason, or nothing.
+    `part` is the setting's source that is closest to what the user typed, or the part of the record
+    that holds the fact. `entries` has a dict per record: value, a setting's source and reason.
     """
 
     part: str
@@ -86,11 +86,11 @@ class Row(NamedTuple):
 
 
 def differences(records: Sequence[Json]) -> list[Row]:
-    """Return the differences. Settings come first, the most deliberate at the top. Next are engine,
-    world, contents of data and model, the user's own files, code, machine, versions, environment.
+    """Return the differences. Settings come first, and among them the settings that the user typed.
+    Engine, world, contents of data and model, files, code, machine, versions, environment follow.
 
-    Where a run writes and prints is no difference, nor is another path to the same contents. A fact
-    that one record lacks is no difference, unless it is a setting, a package or a variable.
+    Where a run writes and what it prints is ignored, and so is another path to the same contents. A
+    fact that one record lacks is ignored, unless it is a setting, a package or a variable.
     """
     rows = []
     for name in sorted({name for record in records for name in record["settings"]} - NO_DIFFERENCE):
@@ -157,7 +157,8 @@ def other_training(rows: Sequence[Row]) -> list[str]:
 def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.diff:
         if options.json:
-            raise mistake("json", "does not go with --diff", f"recipes show {options.name} --json, once for each")
+            fix = f"recipes show {options.name} --json; recipes show {options.diff} --json"
+            raise mistake("json", "cannot be combined with --diff", fix)
         options.a, options.b = options.name, options.diff
         return diff(options, rest)
     if _is_run(options.name):
@@ -169,8 +170,8 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         run, record = _recipe_run(options.name, options.num_processes, options.global_batch_size), {}
         as_json, heading, chosen = run_as_json(run), _heading(run), {}
-        for name in ("engine", "micro_batch_cap"):  # two values of a recipe that are no settings of train.py
-            value, reason = run.recipe.settings[name]  # type: ignore[misc] # which depends on no run
+        for name in ("engine", "micro_batch_cap"):  # two values of a recipe that are not settings of train.py
+            value, reason = run.recipe.settings[name]  # type: ignore[misc] # the same for every run
             by, _ = run.recipe.stated(name) or (run.recipe, None)
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
         chosen |= {name: entry for name, entry in as_json["settings"].items() if name != "recipe"}
@@ -185,8 +186,8 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the differences of two runs or recipes. A recipe is resolved for the processes and the
-    global batch of the `options`, or else of the run. Raises `UserError`.
+    """Print the differences between two runs or recipes. A recipe is resolved with the number of
+    processes and the global batch of the `options`, or else of the run. Raises `UserError`.
     """
     names = [options.a, options.b]
     records = {name: recorded.read(name, "RUN") for name in names if _is_run(name)}
@@ -194,7 +195,7 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     trained = {name: entry["value"] for name, entry in around.get("settings", {}).items()}
     processes = options.num_processes or around.get("world_size")
     batch = options.global_batch_size or trained.get("global_batch_size")
-    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # the demonstration was trained
+    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # train.py: its demonstration
     recipes = {name: _recipe_run(name, processes, batch, by) for name in names if name not in records}
     for name, run in recipes.items():  # the part of a record that is known before a run begins
         settings = {each: {**vars(run.setting(each)), "value": shown(each, run[each])} for each in run}
@@ -234,7 +235,7 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _is_run(name: str) -> bool:
-    """True if `name` is that of a folder or a .json, existing or not; any other is a recipe's."""
+    """True if `name` is the path of a folder or a .json, even a missing one; False for a recipe."""
     is_recipe = name in RECIPES or name.endswith((".yaml", ".yml")) or ".py" in name
     return not is_recipe and ("/" in name or name.endswith(".json") or Path(name).is_dir())
 
@@ -282,7 +283,7 @@ def print_settings(titles: Sequence[str], rows: Sequence[Row], stderr: bool = Fa
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Return the first run's reason for its value, or else the next reason with its run's name."""
+    """Return the first run's reason for its value, or else the name and reason of another run."""
     reasons = [entry.get("reason") for entry in entries]
     named = (f"{title}: {reason}" for title, reason in zip(titles, reasons, strict=True) if reason)
     return reasons[0] or next(named, "")
@@ -305,8 +306,8 @@ def results(records: list[Json]) -> dict[str, list[float | None]]:
 
 
 def _numbers(record: Json) -> dict[str, float]:
-    """Return the results of a run, with NaN for a diverged loss. The run's time is the sum over all
-    its starts, and is left out if one start was killed.
+    """Return the results of a run; a diverged loss is NaN. `train_runtime` is the sum over all
+    starts of the run, and is left out if one start was killed.
     """
     found = {name: value for name, value in record.items() if type(value) in (int, float) and name not in _NO_RESULT}
     earlier = [session.get("seconds") for session in record.get("sessions", [])[:-1]]
@@ -318,7 +319,7 @@ def _numbers(record: Json) -> dict[str, float]:
 
 
 def _result_rows(records: list[Json]) -> list[list[str]]:
-    """Return rows of values, each compared with the first run's by a ratio or a difference."""
+    """Return a row per result, with each run's ratio to or difference from the first run."""
     rows = []
     for name, (first, *others) in results(records).items():
         noise = [noise_can_make(name, records[0], record) for record in records[1:]]
@@ -346,7 +347,7 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
 def _margins(metric: str, wanted: str, records: list[Json]) -> list[float]:
     """Return by how much each run meets a target: negative if missed, NaN if the run has no value.
 
-    Raises `UserError` for an impossible target.
+    Raises `UserError` if no run has this result, or if `wanted` is not a number.
     """
     known = sorted({name for record in records for name in _numbers(record)})
     if metric not in known:

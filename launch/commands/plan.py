@@ -1,4 +1,4 @@
-"""`recipes plan`: the memory of each recipe on a GPU that need not be here, and the best recipe."""
+"""`recipes plan`: print the memory of each recipe on any GPU, here or not, and the best recipe."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _HEADS = {
 _EXPLANATION = f"""\
 batch: examples in a micro-batch x micro-batches in a step, on each GPU
 params: the weights, or this GPU's share of them, and the weights that are gathered at the same time
-grads: gradients at the fullest moment of a step; 0 if gradients are made only as activations are freed
+grads: gradients at the moment of a step that needs most; 0 if gradients appear only while activations are freed
 optim: the optimizer's state, such as Adam's two moments, or this GPU's share of it
 activ: tensors that the forward pass keeps for the backward pass, and autocast's 16-bit weights
 logits: tensors as wide as the vocabulary: the head's output, the loss, and their gradients
 buffers: buckets of DDP and DeepSpeed, send buffers of FSDP, cuBLAS workspaces, the model's buffers
 cached: memory that torch has reserved in pieces too small to use; 0 if the other columns alone do not fit
-context: memory outside torch's allocator, which CUDA takes for its driver and kernels, and NCCL
+context: memory outside torch's allocator, for CUDA's driver and kernels and for NCCL
 total: the sum of these columns at the moment that needs most, not the sum of each column's own peak. nvidia-smi shows
-total for the process; total less context is torch's memory_reserved, and less cached too its memory_allocated
+total for the process; torch's memory_reserved is total - context, and memory_allocated is total - context - cached
 fits: yes if total fits the GPU with {MARGIN:.0%} to spare, and host fits the RAM given by --host_memory
 host: RAM of a node: the model during loading; later the offloaded states, and copies of the weights during a save
 step: seconds of an optimizer step: compute + exposed communication + offload
-not counted: memory of data loading; what torch.compile and Liger save: plans on an H200 were 12 to 31% high
+not counted: memory of data loading; savings by torch.compile and Liger, so plans on an H200 were 12 to 31% too high
 how sure: of 21 published values of reserved memory one lies 3.5% above the plan, the others at most
 1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. On an H200, 13 of 14 trainings without
-such savings took at most 0.8% more than planned, and a mixture of experts 10% more (python -m tests.gpu)
+these savings took at most 0.8% more than planned, and a mixture of experts 10% more (python -m tests.gpu)
 """
 
 
@@ -67,7 +67,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     processes = options.num_processes or in_own_yaml(options.accelerate_config) or 1
     asked = ("gpu", "gpu_memory", "host_memory", "nodes", "recipe", "accelerate_config", "mfu", "bandwidth")
     given = {name: getattr(options, name) for name in asked}
-    # Each micro-batch that is tried runs the model.
+    # Planning runs the model for each micro-batch that is tried.
     print_progress(f"planning {options.model}, which may take a minute", console(stderr=True))
     plan = plan_memory(options.model, num_processes=processes, argv=rest, **given)
     print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, processes, options.details)
@@ -80,7 +80,7 @@ def as_json(plan: Plan) -> Json:
 
 
 def _part_as_json(part: object) -> Json:
-    """Add a recipe's sums, named after torch's counters; nvidia-smi shows `total_bytes`."""
+    """Return a part of the plan, with a recipe's sums under the names of torch's counters."""
     content = {name: value for name, value in vars(part).items() if name != "run"}
     if isinstance(part, Planned):
         read = {"memory_allocated": part.components.allocated, "memory_reserved": part.components.reserved}
@@ -92,7 +92,7 @@ def _part_as_json(part: object) -> Json:
 
 
 def _print(plan: Plan, processes: int, details: bool) -> None:
-    """Print the answer, the table behind it, and with `details` the table's assumptions."""
+    """Print the answer and the table that shows why; with `details` also the assumptions."""
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
     longest = "" if plan.length == plan.asked_length else f", the model's longest ({plan.asked_length:,} requested)"
@@ -134,7 +134,7 @@ def _print_answers(plan: Plan) -> None:
     for step in plan.next_steps:
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
         answers.append((step.planned.time.total, f"{adapters}without offload", step.planned, step.words))
-    answers.sort(key=lambda answer: answer[0] or 0)  # 0: no time is known, and the order stays
+    answers.sort(key=lambda answer: answer[0] or 0)  # if no time is known, all are 0 and the order stays
     for number, (seconds, what, entry, command) in enumerate(answers):
         free = plan.usable_bytes - entry.total_bytes
         sizes = f"{_gib(entry.total_bytes)} of {_gib(plan.usable_bytes)} GiB, {_gib(free)} GiB free"
@@ -172,7 +172,7 @@ def _print_notes(plan: Plan) -> None:
 
 
 def _why(plan: Plan) -> str:
-    """Return the reason to take the recommended recipe of those that fit."""
+    """Return why the recommended recipe is the best of the recipes that fit."""
     if sum(entry.fits for entry in plan.recipes) == 1:
         return "which fits"
     return "with least communication and offload of those that fit" if plan.unknown_compute else "the fastest that fits"
@@ -193,7 +193,7 @@ def _print_splits(plan: Plan, processes: int) -> None:
 
 
 def _print_next_steps(plan: Plan) -> None:
-    """Print the changes to try if nothing fits, on the GPU or in the RAM of a node (host)."""
+    """Print the changes to try if nothing fits on the GPU or in the RAM of a node."""
     enough = "more RAM" if plan.short_of_ram else "more GPUs with sharded or memory_zero3"
     short = "nothing fits as requested"
     if plan.short_of_ram:

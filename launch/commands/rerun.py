@@ -19,9 +19,9 @@ from recipes.run.command_line import parse
 from recipes.run.files import existing_path, shipped
 
 _DESCRIPTION = """\
-Train a recorded run again, into another folder. Differences here (versions, GPUs or CPU, data, model, code, files such
-as a recipe of your own, environment variables) are listed before the start. `files` in the recorded run.json holds such
-files as they were.
+Train a recorded run again, into another folder. What differs here (versions, GPUs or CPU, data, model, code, files such
+as a recipe of your own, environment variables) is listed before the start. The field `files` of the recorded run.json
+holds the old contents of these files.
 """
 
 
@@ -30,7 +30,7 @@ FOLDER                    an output folder, or its run.json
 --exact                   refuse to start if a difference can change the training
 --dry_run                 print the script instead of running it
 --num_processes N         processes in all [as many as recorded]
---accelerate_config FILE  another engine [the recorded one]
+--accelerate_config FILE  Accelerate YAML of another engine [the recorded YAML]
 """
 
 
@@ -39,11 +39,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Return the rerun's exit code. Raises `UserError`, with --exact also for any difference."""
+    """Repeat a run and return the exit code. With --exact, a difference raises `UserError`."""
     record, file = recorded.read(options.folder, "RUN"), recorded.file_of(options.folder).resolve()
     typed = {name: setting.value for name, setting in parse(argv, []).items()}
     if "config" in typed:
-        raise mistake("config", f"is {file} in a rerun", "give only flags that change a setting")
+        raise mistake("config", f"cannot be given: a rerun reads {file}", "leave out --config")
     output_dir = _output_dir(record, file, typed)
     processes = options.num_processes or record.get("world_size") or 1
     recipe = typed.get("recipe")  # a job receives the recipe separately
@@ -61,16 +61,16 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if rows:
         print_settings(["then", "here"], rows, stderr=True)
     if left_out := " ".join(_left_out(record)):
-        print_note(f"flags of the launcher are left out: {left_out}; set them in a YAML for --accelerate_config", out)
+        print_note(f"launcher flags that are not repeated: {left_out}; set them in a YAML for --accelerate_config", out)
     for name, what in MATERIAL.items():
         if run[name] and None in (record.get(what), here_now[what]):
-            print_note(f"{title(run[name])} may have changed: that is known only when it is loaded", out)
+            print_note(f"{title(run[name])} may have changed: its contents are not known yet", out)
     refusals = [f"{plural(len(rows), 'difference')} from the recorded run"] if rows else []
     if resumed := several(record):
-        print_note(f"the recorded run was resumed {resumed}: an uninterrupted run does not repeat it bit for bit", out)
+        print_note(f"the recorded run was resumed {resumed}, so an uninterrupted rerun is not equal bit for bit", out)
         refusals.append(f"the recorded run was resumed {resumed}")
     if options.exact and refusals:
-        fix = "undo what is listed above, or leave out --exact to repeat the training, but not bit for bit"
+        fix = "undo what is listed above, or leave out --exact: the rerun may then not be equal bit for bit"
         raise UserError(*run.problems, *(Problem("exact", what, fix) for what in refusals))
     here_too = {"accelerate_config": yaml, "processes_per_node": processes, "dry_run": options.dry_run}
     return submit(Local(), words, recipe=recipe, **here_too)
@@ -82,12 +82,12 @@ def _output_dir(record: Json, file: Path, typed: Settings) -> str:
     output_dir = str(typed.get("output_dir") or Path("outputs", f"{then.name or 'run'}-rerun"))
     if Path(output_dir).resolve() in (file.parent, Path(record.get("folder") or ".", then).resolve()):
         what = f"{output_dir} is the folder of the recorded run"
-        raise mistake("output_dir", what, "choose another folder; to continue the recorded run, repeat its own command")
+        raise mistake("output_dir", what, "choose another folder; to continue the recorded run, repeat its command")
     return output_dir
 
 
 def _commit(record: Json, typed: Settings) -> Json:
-    """Return a flag with the recorded commit of a Hub model, whose branch may have moved on."""
+    """Return the flag for the recorded commit of a Hub model, whose branch may have changed."""
     model = str(record.get("model"))
     if not model.startswith("commit ") or {"model_revision", "model_name_or_path"} & set(typed):
         return {}
@@ -101,7 +101,7 @@ _PLACEMENT = ("config_file num_processes num_machines machine_rank main_process_
 
 
 def _yaml(record: Json, processes: int) -> str:
-    """Return the run's Accelerate YAML; without one, a shipped YAML for these processes."""
+    """Return the record's Accelerate YAML; if there is none, a shipped YAML for `processes`."""
     path = record.get("accelerate_config") or str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
     if not existing_path(path) and shipped(Path(path).name).is_file():  # a shipped YAML of another environment
         return str(shipped(Path(path).name))
@@ -117,16 +117,16 @@ def _left_out(record: Json) -> list[str]:
 
 # --- What differs ---------------------------------------------------------------------------------
 
-# Variables of the Hub and of visible GPUs: model, data and GPUs themselves are compared.
+# Variables that are ignored, because model, data and GPUs themselves are compared.
 _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 
 def _matters(row: Row, record: Json, run: RunSpec) -> bool:
-    """True if the difference can change the training. False if the difference follows from another
-    one, or if one of the two versions lacks the setting.
+    """True if the difference can change the training. False if it follows from another difference,
+    or if one of the two versions of the libraries lacks the setting.
     """
     name, then = row.name, row.values[0]
-    if row.part == "contents":  # missing data or a missing model is a problem of its own
+    if row.part == "contents":  # missing data or a missing model is reported elsewhere
         flag = next(flag for flag, what in MATERIAL.items() if what == name)
         return bool(run[flag] or not record["settings"].get(flag, {}).get("value"))
     if row.part == "environment":

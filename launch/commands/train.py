@@ -1,6 +1,6 @@
 """`recipes prepare`, `fit`, `train`, `submit`, `status` and `logs`: one training, here or as a job.
 
-`launch.jobs.submit` does the submitting.
+The code that submits jobs is in `launch.jobs`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from recipes.run import resolve, with_flags
 from recipes.run.engine import from_yaml
 from recipes.run.files import find_yaml, shipped
 
-_RECIPE = "--recipe NAME  one of `recipes list`, or a file of your own [the one in --config, or standard]\n"
-_YAML = "--accelerate_config FILE|NAME  instead of the recipe's own YAML\n"
+_RECIPE = "--recipe NAME  one of `recipes list`, or a file of your own [the recipe in --config, or standard]\n"
+_YAML = "--accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own\n"
 _HERE = "--num_processes N  processes on this machine [num_processes of your own Accelerate YAML, or one per GPU]\n"
 _SUBMIT = f"""
 {_RECIPE}{_YAML}--nodes N      number of nodes [1]
 --processes_per_node N  processes on each node [one per GPU]
 --dry_run      print the job instead of sending it
 --output FILE  with --dry_run: write the job to FILE, and its code beside FILE
---preflight    run `recipes doctor` on every node first: a failed check ends the job
+--preflight    run `recipes doctor` on every node first; a failed check ends the job
 """
 _SHOW = "--show N  print N examples, decoded, with the learned tokens between « and »"
-_FOLDER = "[FOLDER]  output folder of a run, or a folder of runs: the newest first [outputs]\n"
+_FOLDER = "[FOLDER]  output folder of a run, or a folder of runs, the newest first [outputs]\n"
 
 
 def add_parser(commands: Commands) -> None:
@@ -76,7 +76,7 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
     run = resolve(argv)
     require_legal(run)
     if not run["dataset_name"]:
-        raise mistake("dataset_name", "there is nothing to prepare", "--dataset_name FILE_OR_ID")
+        raise mistake("dataset_name", "is not given, so there is nothing to prepare", "--dataset_name FILE_OR_ID")
     if run["dataset_streaming"]:
         what = "there is nothing to prepare: a stream is tokenized during the training"
         raise mistake("dataset_streaming", what, "leave --dataset_streaming out of this command and of the training")
@@ -87,7 +87,7 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
     from launch.training.model import known_classes, load_tokenizer, with_model
 
     began, tokenizer = time.monotonic(), load_tokenizer(run)
-    run, _ = with_model(run, tokenizer)  # a classifier's examples are cut at the longest input of its model
+    run, _ = with_model(run, tokenizer)  # a classifier's examples are cut to the longest input of its model
     for _, found in of_parts(run, tokenizer):
         folder = found.folder
         assert folder is not None
@@ -116,7 +116,7 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
         f"starting {plural(job.processes_per_node, 'process')}, {job.run.recipe.name} on {job.run.engine_title}",
         console(),
     )
-    block_until_listening()  # until the launcher has imported its signal handlers
+    block_until_listening()  # signals wait until the launcher can handle them
     os.execv(sys.executable, [*launch_words(job), *job.command])
 
 
@@ -139,7 +139,7 @@ def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def in_own_yaml(name: str | None) -> int | None:
-    """Return `num_processes` in the user's own Accelerate YAML; None for a shipped YAML."""
+    """Return `num_processes` of the user's own Accelerate YAML; None for a shipped YAML or none."""
     if name is None:
         return None
     file = find_yaml(name)

@@ -1,6 +1,6 @@
 """`recipes evaluate`, `generate` and `merge`: measure or try the model of a run, merge its adapter.
 
-All load the model as the run did: with the run's tokenizer and precision, an adapter on its base.
+All three load the model as the run did: same tokenizer and precision, an adapter with its base.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _EVALUATE = "FOLDER  the --output_dir of a run, or one of its checkpoints"
 _GENERATE = f"""
 {_EVALUATE}
 PROMPT              a message to a chat model, or the beginning of a text
---max_new_tokens N  the most tokens of the answer [100]
+--max_new_tokens N  the longest answer, in tokens [100]
 """
 _MERGE = f"""
 {_EVALUATE}
 --output FOLDER             where to write the model [FOLDER/merged]
---model_name_or_path MODEL  the base model [the one that the run trained]
+--model_name_or_path MODEL  the base model [the run's base model]
 """
 # How far the merged logits may be from those of adapter plus base, relative to the largest logit.
 # The merged weights are rounded to the type of the base model.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 INPUTS, LENGTH = 3, 16  # sequences that both models get, and tokens of each
-# The settings that turn off what only a training does, such as saving and reporting.
+# Settings that turn off what only a training does, such as saving and reporting.
 _OFF = {
     "eval_strategy": "epoch", "save_strategy": "steps", "load_best_model_at_end": False, "push_to_hub": False,
     "report_to": "none", "measure": None, "fit": False, "early_stopping_patience": None, "fresh": False,
@@ -56,13 +56,13 @@ _OFF = {
 
 
 def add_parser(commands: Commands) -> None:
-    text = "Measure the model of a run on its --dataset_test_split, or with --dataset_name FILE_OR_ID on other data: "
-    text += "on its split `train`, unless --dataset_test_split names another. train.py's other flags change settings."
+    text = "Measure the model of a run on the run's --dataset_test_split. --dataset_name FILE_OR_ID names other data, "
+    text += "with split `train` unless --dataset_test_split names another. train.py's other flags change settings."
     commands.add_parser("evaluate", description=text).takes(evaluate, _EVALUATE)
     text = "Generate with the model of a run. If its tokenizer has a chat template, the prompt is a user's message."
     commands.add_parser("generate", description=text).takes(generate, _GENERATE, max_new_tokens=100)
-    text = "Merge a trained adapter (LoRA and its like) into its base model, and write a model that any library loads, "
-    text += "with tokenizer and generation config. Its logits are first compared with those of base plus adapter."
+    text = "Merge a trained adapter, such as LoRA, into its base model, and write a model that any library loads, with "
+    text += "tokenizer and generation config. Merged logits are first compared with the logits of base plus adapter."
     commands.add_parser("merge", description=text).takes(merge, _MERGE)
 
 
@@ -84,7 +84,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
         other["dataset_config"] = typed.get("dataset_config")
     run = _run_of(folder, argv, {**_OFF, **other, "output_dir": scratch}, "train.py")
     if not run["dataset_test_split"]:
-        what = "the run held no data out to evaluate on"
+        what = "the run has no held-out data to evaluate on"
         raise mistake("dataset_name", what, "--dataset_name FILE_OR_ID of other data with the same columns")
     require_legal(run)
     prepare_process(run)
@@ -141,11 +141,11 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
     if errors := [problem for problem in run.problems if problem.severity == "error"]:
         raise UserError(*errors)
-    return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained: no engine has to shard it
+    return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained, so no engine is needed
 
 
 def _record_of(folder: Path) -> Path:
-    """Return the run.json in a folder, or for a checkpoint or merged model that of its run."""
+    """Return the run.json of a folder; for a checkpoint or merged model, of the run around it."""
     own, around = recorded.file_of(folder), recorded.file_of(folder.parent)
     return around if folder.is_dir() and not own.is_file() and around.is_file() else own
 
@@ -157,7 +157,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
     if run["use_peft"]:
         try:
             if strange := model.load_adapter(str(folder), "default").unexpected_keys:
-                raise ValueError(f"there is no place for {plural(len(strange), 'tensor')} such as {strange[0]}")
+                raise ValueError(f"the model has no weights for {plural(len(strange), 'tensor')} such as {strange[0]}")
         except Exception as error:  # anything: no adapter, other shapes, a damaged file
             what = f"the adapter in {folder} does not fit {run['model_name_or_path']}: {one_line(error)}"
             raise mistake("FOLDER", what, "give the adapter's base model, and all of the adapter's files") from None
@@ -168,7 +168,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
 
 
 def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Write a merged model and return 0; if merging changes the logits, write none and return 1."""
+    """Write the merged model and return 0; if the logits change, write nothing and return 1."""
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():
@@ -184,7 +184,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     run = _run_of(folder, [], changed, "nobody")
     base = run["model_name_or_path"]
     if fingerprints.differ(record.get("model"), fingerprints.of_model(base, run["model_revision"])):
-        print_note(f"{base} is not the model that the adapter was trained on: the files have changed", out)
+        print_note(f"{base} is not the model that the adapter was trained on: its files differ", out)
     for line in model_notes(folder, record.get("model_files") or {}) if recorded.file_of(folder).is_file() else ():
         print_note(line, out)
     if record["settings"]["load_in_4bit"]["value"]:

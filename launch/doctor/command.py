@@ -1,7 +1,7 @@
 """`recipes doctor`: check whether this machine and the links between its ranks can train.
 
-`python launch doctor` runs the same checks without an installed package: in a job, before the
-launcher.
+`python launch doctor` runs the same checks if the package is not installed, for example in a job
+before the launcher starts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def examine(options: argparse.Namespace, rest: list[str]) -> int:
-    """Print all checks. Return 1 if a check failed, else 0; warnings do not count."""
+    """Print all checks. Return 1 if a check failed, else 0. A warning is not a failure."""
     request = request_for(hardware.read(), os.environ, options)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM, like Ctrl-C, leaves no rank behind
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -67,9 +67,9 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def request_for(machine: hardware.Hardware, environment: Mapping[str, str], options: argparse.Namespace) -> Request:
-    """Return the request for this machine. For a missing flag, the environment or the GPUs decide.
+    """Return the request for this machine. Missing flags are taken from `environment` or the GPUs.
 
-    Raises `UserError` for a world that is not possible.
+    Raises `UserError` for impossible numbers of nodes or processes, or if node 0 has no address.
     """
     from launch.doctor.machine import Request
 
@@ -84,7 +84,7 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
     if nodes > 1 and not address:
         raise mistake("main_process_ip", f"is missing, and {nodes} nodes must find each other", "give node 0's address")
     if rank >= nodes:
-        raise mistake("machine_rank", f"{rank} is not the number of one of {nodes} nodes", f"use 0 to {nodes - 1}")
+        raise mistake("machine_rank", f"{rank} is too large for {nodes} nodes", f"use 0 to {nodes - 1}")
     processes = options.num_processes or nodes * (len(machine.gpus) or (2 if nodes == 1 else 1))
     if processes % nodes:
         what = f"{plural(processes, 'process')} cannot be divided among {nodes} nodes"
@@ -93,7 +93,7 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
 
 
 def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
-    """Return the number in the first of these variables that is set, else the default."""
+    """Return the number in the first of the variables `names` that is set, else the default."""
     name = next((name for name in names if environment.get(name)), "")
     if name and not environment[name].isdigit():
         raise mistake(name, f"{environment[name]!r} is not a whole number", "use the flag instead", "environment")
@@ -101,7 +101,7 @@ def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int
 
 
 def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:
-    """Yield all checks. `earlier` holds those already made, which later checks read."""
+    """Yield all checks. `earlier` holds the checks made so far, which later checks read."""
     from launch.doctor import machine, network, remedy  # no other command needs these modules
     from launch.doctor.machine import Check
 
@@ -111,4 +111,4 @@ def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:
         yield from network.examine(nodes, earlier)
         yield from remedy.examine(nodes, earlier)
     except OSError as error:
-        yield Check("error", "doctor", f"cannot go on: {error}", "make room in the folder of TMPDIR and in memory")
+        yield Check("error", "doctor", f"cannot continue: {error}", "make room in the folder of TMPDIR and in memory")

@@ -1,8 +1,8 @@
 """One rank of a probe run of `recipes doctor`: run real collectives and judge speeds.
 
-launch/doctor/probe.py starts such a process for each process that would train, and reads the notes
-of each. A rank that fails, hangs or dies affects nothing outside the probe run. Each stage is a
-function that returns its finding, and raises if the run cannot go on.
+launch/doctor/probe.py starts one such process for each process that would train, and reads what
+each rank reports. A rank that fails, hangs or dies affects nothing outside the probe run. Each
+stage is a function that returns a `Check` or None, and raises if the rank cannot continue.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from recipes.planner.speed import link_of
 from recipes.run import Json
 from recipes.run.hardware import Gpu
 
-_FAR_BELOW = 0.25  # share of the link's usual speed, below which the check warns
-_SLOW = {"nccl": 1.15, "gloo": 2.0}  # times the median time; other programs share the CPU cores
-_NEVER = timedelta(days=1)  # probe.py decides when a wait is too long, because it sees all ranks of the node
+_FAR_BELOW = 0.25  # warn below this share of the link's usual speed
+_SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn above so many median times; a CPU is also used by others
+_NEVER = timedelta(days=1)  # probe.py, which sees all ranks of the node, ends a wait that is too long
 _MIB = 1 << 20
 
 
 class Rank:
-    """This process in the probe run: the request of probe.py, and the objects of its stages."""
+    """This process in the probe run: the request from probe.py, and what the stages share."""
 
     store: dist.TCPStore  # set by the stage `rendezvous`
 
@@ -63,7 +63,7 @@ class Rank:
         self.wait()
 
     def seconds(self, call: Callable[[], object], rounds: int) -> list[float]:
-        """Return the time of each round. All ranks begin a round together."""
+        """Return the seconds of each `call`. All ranks begin a round at the same time."""
         taken = []
         for _ in range(rounds):
             self.together()
@@ -74,7 +74,7 @@ class Rank:
         return taken
 
     def of_all(self, own: Any) -> list[Any]:
-        """Return the findings of all ranks, by rank."""
+        """Return the value `own` of every rank, in the order of ranks."""
         found = [own] * self.size
         if self.size > 1:
             dist.all_gather_object(found, own)
@@ -111,7 +111,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def start(rank: Rank) -> Check:
-    """Use the GPU of this rank, or the rank's share of the cores. torch is imported by now."""
+    """Use this rank's GPU, or its share of the cores. Comes after the import of torch."""
     torch.set_num_threads(rank.asked["threads"])
     if not rank.cuda:
         return Check("ok", "gloo", f"from torch {torch.__version__}")
@@ -137,8 +137,8 @@ def rendezvous(rank: Rank) -> Check:
 def connection(rank: Rank) -> Check:
     """Connect every rank to every other rank, and compare a sum with its known value.
 
-    gloo connects at once, NCCL with the first collective. The numbers are small and whole, so that
-    float32 adds them exactly for up to 700 ranks.
+    gloo connects at once, NCCL at the first collective. The values are small whole numbers, so that
+    sums in float32 are exact for up to 700 ranks.
     """
     world = {"store": rank.store, "rank": rank.rank, "world_size": rank.size, "timeout": _NEVER}
     dist.init_process_group(rank.asked["backend"], device_id=rank.device if rank.cuda else None, **world)
@@ -173,11 +173,11 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
     if speed and reached < _FAR_BELOW * speed:
         fix = "set NCCL_DEBUG=INFO to see which links NCCL uses, run `nvidia-smi nvlink -s` to see if NVLink is off"
         return Check("warning", "bandwidth", f"{text}: far below the link's speed", fix, known)
-    return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for the smallest one", numbers=known)
+    return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for a single number", numbers=known)
 
 
 def _link(rank: Rank) -> tuple[str, float | None]:
-    """Return the link between the ranks, and the bus bandwidth that such links reach, if known."""
+    """Return the link between the ranks, and its usual bus bandwidth in bytes/s, if known."""
     if rank.size > rank.local_size:
         rates = [file.read_text().split()[0] for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
         if rank.cuda and rates:  # "200 Gb/sec (4X HDR)"
@@ -204,7 +204,7 @@ def end(rank: Rank) -> None:
 
 
 def matmul(rank: Rank) -> Check:
-    """Multiply large matrices on all ranks at the same time."""
+    """Multiply large matrices on all ranks at the same time, and compare the ranks."""
     size, rounds, kind = (8192, 10, torch.float16) if rank.cuda else (512, 3, torch.float32)
     if rank.cuda and torch.cuda.get_device_capability(rank.device) >= (8, 0):
         kind = torch.bfloat16
@@ -228,6 +228,6 @@ def slowest_rank(seconds: list[float], flops: float, dtype: str, backend: str, l
         node, local_rank = divmod(slowest, local_size)
         look = {"nccl": "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`", "gloo": "`top`"}[backend]
         what = f"rank {slowest}, {'GPU' if backend == 'nccl' else 'process'} {local_rank} of node {node}: {text}"
-        fix = f"check {look} and other programs on its node: every step waits for this rank"
+        fix = f"check {look} and other programs on that node, because every step waits for the slowest rank"
         return Check("warning", "matrices", what, fix, known)
     return Check("ok", "matrices", text, numbers=known)

@@ -46,7 +46,7 @@ class Check:
     """One line of the doctor's report.
 
     `status` is ok, warning or error, `found` the finding, `fix` the action to take, `numbers` the
-    measurements. After a `fatal` error no rank is started, because it would fail for that reason.
+    measurements. After a `fatal` error no rank is started, because it would fail too.
     """
 
     status: str
@@ -64,10 +64,10 @@ def numbers(**values: tuple[float, str]) -> Numbers:
 
 @dataclass(frozen=True)
 class Request:
-    """The machine, and the world in which it should train.
+    """This machine, and the nodes and processes with which it should train.
 
-    With several nodes, node 0 listens at `address` and `port`. `timeout` is in seconds, for all
-    checks together, counted from `began` (a value of time.monotonic()).
+    With several nodes, node 0 listens at `address` and `port`. All checks together may take
+    `timeout` seconds from `began`, a value of time.monotonic().
     """
 
     hardware: Hardware
@@ -123,7 +123,7 @@ def versions(request: Request) -> Check:
 
 
 def supported(installed: str | None, wanted: SpecifierSet) -> bool:
-    """True if the version is wanted: a vendor's 2.12.0a0+x, which sorts before 2.12, is 2.12."""
+    """True if the version is supported. A vendor's 2.12.0a0+x is treated as 2.12."""
     return installed is not None and wanted.contains(Version(installed).base_version, prereleases=True)
 
 
@@ -153,7 +153,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 @cache
 def smi_rows(query: str) -> list[list[str]]:
-    """Return the cells of a query for all GPUs, also those that CUDA_VISIBLE_DEVICES hides."""
+    """Return the rows of a query, also for GPUs that CUDA_VISIBLE_DEVICES hides."""
     lines = [line for line in nvidia_smi(query, _CSV).splitlines() if not line.startswith("WARNING")]
     return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
 
@@ -185,9 +185,9 @@ def visible_gpus(request: Request) -> Check:
         invalid = invalid_gpu(visible, [row[0] for row in listed])
         if invalid is not None:
             what = f"CUDA sees {len(seen)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is not a GPU, or is repeated"
-            return Check("error", "GPUs", what, f"use ordinals from 0 to {len(listed) - 1}, each once")
+            return Check("error", "GPUs", what, f"use each index from 0 to {len(listed) - 1} at most once")
     if not seen and listed and not hidden:
-        what = f"nvidia-smi lists {len(listed)}, CUDA finds none"
+        what = f"nvidia-smi lists {len(listed)}, but CUDA finds none"
         fix = "run docker with --gpus all; else `modprobe nvidia_uvm`, and with NVSwitch start nvidia-fabricmanager"
         return Check("error", "GPUs", what, fix)
     if not seen:
@@ -201,8 +201,8 @@ def visible_gpus(request: Request) -> Check:
 def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
     """Return the first invalid or repeated entry of CUDA_VISIBLE_DEVICES, None if there is none.
 
-    CUDA silently hides an invalid entry and all entries after it; after a repeated entry CUDA hides
-    all. Source: the CUDA programming guide, "CUDA environment variables", and
+    CUDA silently ignores an invalid entry and all entries after it. If an entry is repeated, CUDA
+    hides all GPUs. Source: the CUDA programming guide, "CUDA environment variables", and
     `_parse_visible_devices` in torch/cuda/__init__.py.
     """
     seen: set[str] = set()
@@ -238,14 +238,14 @@ def gpu_memory(request: Request) -> Check | None:
     taken = [f"{total - free:,} of {total:,} MiB of GPU {at}" for at, free, total in rows if free < 0.9 * total]
     if taken or others:
         words = f"taken: {', '.join(taken) or 'little'}{others and f', by {others}'}"
-        return Check("warning", "GPU memory", words, "end the programs that hold it, or use other GPUs", known)
+        return Check("warning", "GPU memory", words, "end the programs that hold this memory, or use other GPUs", known)
     return Check("ok", "GPU memory", f"{least:,} MiB free on each", numbers=known)
 
 
 # --- Limits and memory ----------------------------------------------------------------------------
 
-# Each limit with ulimit's flag, the least value without an error and without a warning, and the
-# bytes in ulimit's unit.
+# Each limit with: ulimit's flag, the value below which a rank cannot start, the value below which
+# the doctor warns, the bytes in ulimit's unit, and what is limited.
 _LIMITS = (
     (resource.RLIMIT_NOFILE, "n", 64, 1024, 1, "open files: DataLoader workers open one per tensor"),
     (resource.RLIMIT_AS, "v", 8 * _GIB, 64 * _GIB, 1024, "of address space: torch reserves far more than it uses"),
@@ -253,7 +253,7 @@ _LIMITS = (
 
 
 def limits(request: Request) -> Check:
-    """Report the first limit that is too low. Limits of `_LIMITS` can keep a rank from starting."""
+    """Check the limits of this process (ulimit), and report the first that is too low."""
     for which, flag, too_few, few, unit, what in _LIMITS:
         has, most = resource.getrlimit(which)
         if has != resource.RLIM_INFINITY and has < few:
@@ -274,7 +274,7 @@ def limits(request: Request) -> Check:
 def host_memory(request: Request) -> Check:
     free, count = psutil.virtual_memory().available, request.processes_per_node
     words, size = f"{memory_size(free)} free for {plural(count, 'process')}", numbers(free=(free, "bytes"))
-    if free < count * _GIB:  # per process: the imports alone take half of it
+    if free < count * _GIB:  # a GiB per process: the imports alone take half of it
         return Check("error", "RAM", words, f"use fewer processes, or request at least {count} GiB of memory", size)
     if free < 4 * count * _GIB:
         return Check("warning", "RAM", words, "request more memory, except for small models", size)
@@ -295,7 +295,7 @@ def disk(request: Request) -> Check:
 
 
 def caches(request: Request) -> Check:
-    """Check the free space in Hugging Face's folders for models and data sets, missing ones too."""
+    """Check the free space in Hugging Face's folders for models and data sets, even if missing."""
     names = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
     places = [hf_home(os.environ).absolute(), *(Path(os.environ[name]) for name in names if os.environ.get(name))]
     fix = f"export HF_HOME=FOLDER with a writable folder that has space (also {' and '.join(names)}, if they are set)"
@@ -303,8 +303,8 @@ def caches(request: Request) -> Check:
 
 
 def _room(title: str, places: list[Path], fix: str, advice: str) -> Check:
-    """Report the free space of these folders, or of their parents if they are missing. A folder
-    that cannot be written is an error.
+    """Report the free space of these folders; of a missing folder, the space of its parent. A
+    folder that is not writable is an error.
     """
     free = {}
     for place in dict.fromkeys(places):
@@ -360,7 +360,7 @@ def cores(request: Request) -> Check:
 
 
 def compiler(request: Request) -> Check | None:
-    """Find the C++ compiler with which DeepSpeed builds its CPU Adam, for the recipe `memory`."""
+    """Look for a C++ compiler, with which DeepSpeed builds its CPU Adam for the recipe `memory`."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     if found := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"):

@@ -1,7 +1,7 @@
-"""The checks of the network before any rank starts: the loopback, and the meeting of several nodes.
+"""The checks of the network before any rank starts: the loopback, and links between several nodes.
 
-They use TCP as gloo and NCCL do: small packets are not enough, and a connection to one port proves
-nothing about other ports.
+The checks use TCP as gloo and NCCL do, with large packets and on several ports, because a small
+packet on one port proves nothing about large packets and other ports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recipes.run import Json
 
 _SECONDS = 1.0  # to wait for an answer that normally takes milliseconds
 _LARGE = 1 << 18  # bytes: more than a hundred packets of 1500 bytes
-_SAMPLES = 16  # ports
+_SAMPLES = 16  # ports that are tried
 _LOOPBACK = "127.0.0.1"
 _JOINING = 0.5  # share of --timeout that is left for late nodes
 _ANSWER_SECONDS = 10  # to wait for the answer of a node that is there
@@ -63,7 +63,7 @@ def interfaces() -> dict[str, str]:
 
 
 def own_interface(request: Request) -> tuple[str, str]:
-    """Return the address of this node on its way to node 0, and its interface; "" if unknown.
+    """Return the address and the interface by which this node reaches node 0; "" if unknown.
 
     Connecting a UDP socket sends no packet.
     """
@@ -78,7 +78,7 @@ def own_interface(request: Request) -> tuple[str, str]:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """A server that listens from its creation on, and answers each connection in a thread."""
+    """A server that listens as soon as it is created, and answers each connection in a thread."""
 
     allow_reuse_address = daemon_threads = True
     request_queue_size = 1024  # all nodes may connect at once
@@ -94,16 +94,16 @@ class _Server(socketserver.ThreadingTCPServer):
 
 class _Receive(socketserver.StreamRequestHandler):
     def handle(self) -> None:
-        with contextlib.suppress(OSError):  # the other end has given up
+        with contextlib.suppress(OSError):  # the client has given up
             if len(self.rfile.read(_LARGE)) == _LARGE:
                 self.wfile.write(b"+")
 
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[list[int]]:
-    """Listen on ports such as the system gives to gloo and NCCL. Raises OSError about the address.
+    """Listen on several ports, and yield them. The system chooses them, as for gloo and NCCL.
 
-    Each port answers a client that has sent _LARGE bytes.
+    Each port answers a client that has sent _LARGE bytes. Raises OSError for an unusable address.
     """
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(_Server((address, 0), _Receive)) for _ in range(_SAMPLES)]
@@ -127,7 +127,7 @@ def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | 
 
 
 def _answers(address: str, port: int, content: bytes = b"") -> bool:
-    """True if the port takes a connection, and confirms that all of the content has arrived."""
+    """True if the port accepts a connection, and confirms that all of the content has arrived."""
     try:
         with socket.create_connection((address, port), _SECONDS) as sender:
             sender.sendall(content)
@@ -140,20 +140,20 @@ def _answers(address: str, port: int, content: bytes = b"") -> bool:
 
 
 class Meeting:
-    """The doctors of all nodes, which exchange messages before and after a probe run.
+    """Exchanges messages between the doctors of all nodes, before and after a probe run.
 
-    Node 0 receives a message from each node, and answers with the messages of all. `port` is a free
-    port of node 0, for the next probe run.
+    Node 0 receives a message from each node, and answers with the messages of all nodes. `port` is
+    a free port of node 0, for the next probe run.
     """
 
     def __init__(self, request: Request) -> None:
         self.request, self.port, self.round = request, free_port(), 0
-        self.changed = threading.Condition()  # guards the messages to node 0:
+        self.changed = threading.Condition()  # guards the next two, which only node 0 uses:
         self.heard: dict[int, list[Json | None]] = {}  # by round, then by node
         self.closed = 0  # the last round that is over
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
-        """Return the messages of all nodes by number, None for a node that does not answer in time.
+        """Send the message `own`. Return the messages of all nodes in order, None for a late node.
 
         `seconds` is how much longer than this node another node may take.
         """
@@ -163,7 +163,7 @@ class Meeting:
             return [own if node == self.request.machine_rank else None for node in range(self.request.nodes)]
 
     def say(self, seconds: float, own: Json) -> list[Json | None]:
-        """Do as `exchange`, but raise OSError if node 0 cannot be reached."""
+        """Exchange messages as `exchange` does, but raise OSError if node 0 cannot be reached."""
         self.round += 1
         node, own = self.request.machine_rank, {"port": free_port(), **own}
         said = self._ask(own, seconds) if node else self.hear(node, self.round, own, seconds)
@@ -171,7 +171,7 @@ class Meeting:
         return said
 
     def listen(self) -> None:
-        """Listen on node 0 from now on. Raises OSError if that fails, or if no node can find it."""
+        """Start to listen, on node 0. Raises OSError if it fails, or if the address is not ours."""
         meeting = self
 
         class Hear(socketserver.StreamRequestHandler):
@@ -187,7 +187,7 @@ class Meeting:
     def hear(self, node: int, turn: int, own: Json, seconds: float | None = None) -> list[Json | None]:
         """On node 0, add the message of a node to a round, and return the messages of all nodes.
 
-        Only node 0 has `seconds`. The round is over for all nodes when node 0 waits no longer.
+        Only node 0 itself gives `seconds`. When these are over, the round is over for all nodes.
         """
         with self.changed:
             said = self.heard.setdefault(turn, [None] * self.request.nodes)
@@ -217,7 +217,7 @@ class Meeting:
 
 
 def gathered(meeting: Meeting, fatal: bool) -> Check:
-    """Wait for all nodes, and try their links. `fatal`: this node cannot start ranks."""
+    """Wait for all nodes, and try their links. `fatal` means that this node cannot start ranks."""
     request = meeting.request
     try:
         wrong = _met(meeting, fatal)
@@ -233,7 +233,7 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
 
 
 def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
-    """Return what keeps the nodes apart, and the fix. Each node tries its link to the next node."""
+    """Return why the nodes cannot meet, and the fix. Each node tries its link to the next node."""
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
     socket.getaddrinfo(request.address, None, family=socket.AF_INET)
     if request.machine_rank == 0:
@@ -277,7 +277,7 @@ def _not_met(request: Request, error: OSError) -> tuple[str, str]:
         return what, f"{fix}; node 0's firewall must let {where} through"
     if error.errno == errno.EADDRNOTAVAIL:
         own = ", ".join(f"{one} ({name})" for name, one in interfaces().items() if name != "lo")
-        what = f"{request.address} does not lead to this node, which is node 0: its addresses are {own or 'unknown'}"
+        what = f"{request.address} does not lead to this node, which is node 0 and has the addresses {own or 'unknown'}"
         return what, "use --main_process_ip with an address of node 0 on every node, or another --machine_rank here"
     what = f"node 0 cannot listen on port {request.port}: {error.strerror}"
     return what, f"use --main_process_port {free_port()} on every node, or end the program that uses the port"

@@ -17,10 +17,11 @@ from recipes.run import Json
 _SPEEDS = ("matmul",)
 OF_LINKS = ("connection", "bandwidth", "end")
 STAGES = ("start", "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
-OF_ONE = ("start", *_SPEEDS)  # for a single process, which communicates with no other
+OF_ONE = ("start", *_SPEEDS)  # for a single process, which has nobody to communicate with
 _GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
-# A collective hangs after this share of --timeout, or after so many seconds if they are fewer. The
-# other stages have all of --timeout: a cold disk, a late node or a busy CPU may delay them.
+# A collective is treated as hanging after this share of --timeout, or after so many seconds if that
+# is sooner. The other stages have all of --timeout, because a cold disk, a late node or a busy CPU
+# may delay them.
 _OF_TIMEOUT, _COLLECTIVE_SECONDS = 1 / 6, 20
 _LOOK = "run the doctor again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _FIXES = {
@@ -49,10 +50,10 @@ class StageFailure:
 
 @dataclass
 class Report:
-    """The notes of one rank: its stage, its findings, and how it ended.
+    """What one rank reported: its stage, its findings, and how it ended.
 
-    `code` is the exit code, None if the rank had to be killed. The rank noted `error` at
-    `failed_at` (seconds since 1970), or else `error` comes from the rank's log.
+    `code` is the exit code, None if the rank had to be killed. `error` is what the rank reported at
+    `failed_at` (seconds since 1970), or else the last line of its log.
     """
 
     rank: int
@@ -66,9 +67,9 @@ class Report:
 def probe_run(
     request: Request, stages: tuple[str, ...], port: int, chosen: Iterable[tuple[str, str]] = ()
 ) -> tuple[list[Check], StageFailure | None]:
-    """Start the ranks of this node, wait until they end or hang, and leave no rank behind.
+    """Run the ranks of this node until they end or hang. Return the checks and the failure, if any.
 
-    Rank 0 listens on `port`. `chosen` are environment variables for the ranks.
+    No rank is left behind. Rank 0 listens on `port`. `chosen` are environment variables of ranks.
     """
     first = request.machine_rank * request.processes_per_node
     of_all = {
@@ -94,7 +95,7 @@ def probe_run(
 
 
 def _wait(ranks: list[processes.Child], request: Request) -> bool:
-    """Return when all ranks have ended, or none gets any further; False if --timeout is over first.
+    """Wait until all ranks have ended or hang. Return False if --timeout is over first, else True.
 
     After the first failure the other ranks have a moment to report their errors.
     """
@@ -123,7 +124,7 @@ def patience(request: Request, stage: str) -> float:
 
 
 def failure_in(request: Request, reports: list[Report], in_time: bool = True) -> StageFailure | None:
-    """Return the first failure of a probe run, None if every rank ended well."""
+    """Return the first failure of a probe run; None if no rank failed."""
     killed = [report for report in reports if report.code is not None and report.code < 0]
     failed = [report for report in reports if report.code]
     if killed:
@@ -150,7 +151,7 @@ def _killed(report: Report) -> StageFailure:
 
 
 def _hung(request: Request, reports: list[Report], in_time: bool) -> StageFailure:
-    """Describe which rank hangs: the one that is behind the others, or else all ranks."""
+    """Return the failure of ranks that hang: of the rank behind the others, or of all ranks."""
     one = min(reports, key=lambda report: STAGES.index(report.stage))
     if not in_time:
         what = f"the {request.timeout} s of --timeout were over before rank {one.rank} had finished; nothing has failed"

@@ -1,7 +1,8 @@
-"""The attempts of `recipes doctor` after a failure between ranks: a repeat, then known switches.
+"""What `recipes doctor` tries after a failure between ranks: the same run, then known switches.
 
-The first set of switches that works is the fix, if the ranks fail again without the set. The doctor
-never sets a switch for a training. All nodes try the same set at the same time.
+A switch is an environment variable of NCCL or gloo. The first set of switches that works is the
+fix, if the ranks fail again without this set. The doctor never sets a switch for a training. All
+nodes try the same set at the same time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from launch.doctor.machine import Check, Request
 from launch.doctor.network import Meeting, failed_elsewhere, interfaces, own_interface
 from launch.doctor.probe import OF_LINKS, OF_ONE, STAGES, StageFailure, probe_run
 
-_LATER = 5  # seconds by which another node's probe run may end later, in addition to --timeout
+_LATER = 5  # seconds after --timeout in which another node's probe run may still end
 Switches = tuple[tuple[str, str], ...]  # variables and their values
 
 # Names: NVIDIA's NCCL documentation, "Environment Variables"; torch.distributed's, "Choosing the
@@ -35,7 +36,7 @@ _INTERFACE = "nothing if this is the fastest network of the node; other networks
 def switch_sets(request: Request) -> list[Switches]:
     """Return the sets of switches that have helped somebody, the cheapest first.
 
-    With several nodes only the network to node 0 is tried, so that all nodes try as many sets.
+    With several nodes only the network to node 0 is tried: all nodes need the same number of sets.
     """
     names = sorted(interfaces(), key=lambda name: name == "lo")
     if request.nodes > 1:
@@ -65,14 +66,14 @@ def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
 
 @dataclass
 class _Attempts:
-    """Further probe runs, as many as the time allows. `failed` holds nodes with a failed check."""
+    """Further probe runs, as many as the time allows. `failed` are the other nodes that failed."""
 
     meeting: Meeting
     stages: tuple[str, ...] = ()
     failed: list[int] = field(default_factory=list)
 
     def worst(self, own: StageFailure | None, failed: bool = False) -> StageFailure | None:
-        """Return the failure of any node that explains the others, None if there is no failure.
+        """Return the failure, on any node, that explains the others; None if there is no failure.
 
         A rank that was killed from outside comes first, then the earliest stage.
         """
@@ -109,21 +110,21 @@ class _Attempts:
             fix = "run the doctor again several times: a rare failure will end a training too; `dmesg` may show why"
             return replace(first, what=f"failed once of two: {first.what}").check(fix)
         if request.seconds_left <= 0:
-            return first.check(f"{first.fix}; --timeout {4 * request.timeout} leaves time to try switches")
+            return first.check(f"{first.fix}; --timeout {4 * request.timeout} leaves time to look for a fix")
         return again.check(self.remedy(again.fix) if again.stage in OF_LINKS and not again.by_signal else "")
 
     def remedy(self, cause: str) -> str:
-        """Return `export` lines with which the ranks communicate, or the reason why none helps."""
+        """Return `export` lines with which the ranks communicate, or why no switch is the fix."""
         request, tried, sets = self.meeting.request, 0, switch_sets(self.meeting.request)
         while tried < len(sets) and request.seconds_left > 0:
             switches, tried = sets[tried], tried + 1
             if self.run(f"trying {' '.join(map('='.join, switches))} ({tried} of at most {len(sets)})", switches):
                 continue
-            if request.seconds_left > 0 and self.run("trying without the switches once more") is None:
-                return f"the ranks fail now and then, with or without a switch: no switch is the fix; {cause}"
+            if request.seconds_left > 0 and self.run("trying without these variables once more") is None:
+                return f"the ranks fail now and then, with or without these variables, so they are no fix; {cause}"
             chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
             now = f" (now: {' '.join(map('='.join, chosen.items()))})" if chosen else ""
             lines = [f"export {name}={value}  # costs: {_COSTS.get(name, _INTERFACE)}" for name, value in switches]
             return "\n".join([f"add this to the launcher's environment{now} to let the ranks communicate:", *lines])
         ended = "" if request.seconds_left > 0 else f", and the time is up (--timeout {4 * request.timeout})"
-        return f"none of the {tried} sets of switches helped{ended}; {cause}"
+        return f"none of the {tried} sets of NCCL or gloo variables helped{ended}; {cause}"

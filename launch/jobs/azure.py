@@ -1,8 +1,8 @@
-"""The target `azureml`: write a job's YAML for `az ml job create -f`, send the job, read a YAML.
+"""The target `azureml`: write and check the YAML of a job for `az ml job create -f`, send a job.
 
-The job has one process per node, which calls `accelerate launch`: Azure ML itself reads no
-Accelerate YAML, and that YAML chooses DeepSpeed or FSDP. Azure's SDK checks a job's YAML; this file
-checks only what the SDK misses.
+The job has one process per node, which calls `accelerate launch`, because only Accelerate reads the
+YAML that chooses DeepSpeed or FSDP. Azure's SDK checks a job's YAML; this file checks only what the
+SDK misses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install azure-ai-ml==1.35.2 azure-identity"  # the extra `azureml` of pyproject.toml
 CODE = "recipes-code"  # the folder of the job's code, beside the job's YAML
 ENVIRONMENT = "azureml/environment"
-_LEFT_OUT = ("__pycache__", "*.pyc", ".*", "accelerate_configs", "azureml")  # a wheel has the last two in a package
+_LEFT_OUT = ("__pycache__", "*.pyc", ".*", "accelerate_configs", "azureml")  # in a wheel, the last two lie in a package
 _PACKAGES = frozenset({"mlflow"})  # azureml/environment/requirements.txt adds them to our requirements
 _WORKSPACE = ("subscription_id", "resource_group", "workspace_name")  # the keys of the studio's config.json
 
@@ -74,13 +74,13 @@ class Azure(Target):
     """
 
     HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
-    WRITES_HERE = False  # checkpoints go to the datastore; only a note is written here
+    WRITES_HERE = False  # checkpoints go to the datastore; only submission.json is written here
 
     compute: str | None = flag(None, "name of a cluster")
     instance_type: str | None = flag(None, "a VM size, for serverless compute")
     spot: bool = flag(False, "use spot (preemptible) serverless compute")
     timeout: int | None = flag(None, "seconds after which Azure ML cancels the job")
-    data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri, as --dataset_name; several are mixed")
+    data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri, for --dataset_name; several are mixed")
     data_type: str | None = one_of("uri_file uri_folder", "type of --data [by the uri's suffix; an asset is a folder]")
     output_uri: str | None = flag(
         None,
@@ -88,16 +88,16 @@ class Azure(Target):
         "workspaceblobstore: LOGIN is your login on this machine, HASH a hash of train.py's flags and --data]",
     )
     environment: str | None = flag(None, "name of an environment to use instead of azureml/environment")
-    identity: str | None = one_of("managed user_identity", "read data as the compute, or as yourself")
-    experiment_name: str = flag("accelerate-recipes", "[accelerate-recipes]")
-    job_name: str | None = flag(None, "[the recipe]")
+    identity: str | None = one_of("managed user_identity", "read data with the rights of the compute, or with yours")
+    experiment_name: str = flag("accelerate-recipes", "name of the experiment [accelerate-recipes]")
+    job_name: str | None = flag(None, "name of the job [the recipe]")
     shm_size: str = flag("16g", "size of /dev/shm [16g]")
-    subscription_id: str | None = flag(None, "of the workspace, as the next two [config.json here or above]")
-    resource_group: str | None = flag(None, "")
-    workspace_name: str | None = flag(None, "")
+    subscription_id: str | None = flag(None, "subscription of the workspace [from config.json, here or further up]")
+    resource_group: str | None = flag(None, "resource group of the workspace [from the same config.json]")
+    workspace_name: str | None = flag(None, "name of the workspace [from the same config.json]")
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return the job's nodes. They cannot be seen from here: assume one GPU per process."""
+        """Return the job's nodes. This machine cannot inspect them: assume one GPU per process."""
         processes = processes or 1
         hardware = Hardware((ASSUMED_GPU,) * processes, cores=8 * processes)
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)
@@ -143,7 +143,8 @@ class Azure(Target):
 
     def output_of(self, job: Job) -> str:
         """Return the datastore path of the checkpoints. The same command line by the same person
-        resumes from this path; any other command line gets a path of its own.
+        gets the same path, and so resumes. Another command line gets another path, unless
+        `--output_uri` or `--job_name` is given.
         """
         if self.output_uri:
             return _remote("output_uri", self.output_uri)
@@ -168,9 +169,7 @@ class Azure(Target):
         return " \\\n  ".join(lines) + "\n"
 
     def _inputs(self) -> dict[str, dict[str, str]]:
-        """Return the files and folders of data that the job mounts: `data`, and for the other parts
-        of a mixture `data_2` and so on.
-        """
+        """Return the job's inputs for `--data`, by name: `data`, `data_2` and so on."""
         inputs = {}
         for number, data in enumerate(self.data, start=1):
             uri = _remote("data", data)
@@ -183,8 +182,8 @@ class Azure(Target):
         """Write this package, and the user's files that the run names, beside the job's YAML.
 
         The user's files keep their paths relative to the current folder, so that the command line
-        is valid in the job. Jobs in one folder share the code, and each job writes it again. Raises
-        `UserError` for a file that cannot be uploaded.
+        is valid in the job. Jobs whose YAMLs lie in one folder share the code; each job writes the
+        code again. Raises `UserError` for a file that cannot be uploaded.
         """
         code, own = folder / CODE, own_files(job)
         sources = {"launch": SCRIPT.parent, "recipes": Path(recipes.__file__).parent}
@@ -197,7 +196,7 @@ class Azure(Target):
         return code
 
     def check(self, text: str, job: Job) -> None:
-        """Raise `UserError` for a secret, or for what Azure's parser, if installed, refuses."""
+        """Raise `UserError` for a secret, or if Azure's parser is installed and refuses `text`."""
         without_secrets(text)
         with tempfile.TemporaryDirectory() as folder:
             self.stage(job, Path(folder))
@@ -222,7 +221,7 @@ class Azure(Target):
 
     @classmethod
     def state(cls, submission: Submission) -> str:
-        """Return Azure ML's own word: Queued, Preparing, Running, Completed, Failed, ..."""
+        """Return Azure ML's status: Queued, Preparing, Running, Completed, Failed, ..."""
         client = connected(submission.workspace)
         with silence(), _asking():
             status = client.jobs.get(submission.job).status
@@ -254,11 +253,11 @@ _REMOTE = re.compile(
 
 
 def _remote(name: str, uri: str) -> str:
-    """Return `uri` if it is a place in the cloud. The SDK takes any other text for a local path."""
+    """Return `uri` if it names data in the cloud. The SDK mistakes any other text for a path."""
     if _REMOTE.fullmatch(uri):
         return uri
     fix = "use azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
-    raise mistake(name, f"{uri} is not a place in the cloud", fix)
+    raise mistake(name, f"{uri} is neither a data asset nor a uri of storage", fix)
 
 
 def _present(content: Json) -> Json:
@@ -271,13 +270,13 @@ def _named(name: str | None) -> str | None:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for bash, and break any `${{...}}` or old `{...}` that Azure would fill in."""
+    """Quote a word for bash, so that Azure does not replace `${{...}}` or an old `{...}` in it."""
     quoted = shlex.quote(word)
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that writes text of several lines as a block."""
+    """A YAML dumper that writes text of several lines as a block."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -317,8 +316,8 @@ def own_files(job: Job) -> list[Path]:
         if os.path.isfile(text) and not path.is_absolute() and path.parts[0] != "..":  # noqa: PTH113, of any text
             files.append(path)
         elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
-            what = f"{text} is not in the current folder, and the job takes only files from there"
-            fix = f"use a name on the Hub; or copy it here, and name it {path.name}"
+            what = f"{text} is not a file in the current folder, and a job uploads only such files"
+            fix = f"use a name on the Hub, or copy the file here and give --{name} {path.name}"
             problems.append(Problem(name, what, "use --data with an asset or uri" if is_data else fix))
     if problems:
         raise UserError(*problems)
@@ -340,18 +339,18 @@ class Training(NamedTuple):
 def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
     """Return the run that a job's YAML starts, and the problems of that run.
 
-    `rest` holds train.py's flags beside the file. None is allowed: the YAML already holds them.
-    Raises `UserError` with everything that is wrong with the YAML itself.
+    `rest` holds flags of train.py on the command line. It must be empty, because such flags belong
+    in the YAML. Raises `UserError` with everything that is wrong with the YAML itself.
     """
     if rest:
-        raise mistake(rest[0], "belongs in the command of the YAML", f"leave it out beside --azureml {file}")
+        raise mistake(rest[0], "belongs in the YAML's command", f"move the flag into the command of {file}")
     content, folder = read_yaml(file, "azureml"), file.resolve().parent
     text = without_secrets(file.read_text(encoding="utf-8"))
     if sdk_is_installed():
         load(text, folder)
     training = training_in(content)
     if training is None:
-        raise mistake("command", "does not start launch/train.py", "start it as azureml/fast.yaml does")
+        raise mistake("command", "does not start launch/train.py", "start it with the command of azureml/fast.yaml")
     if problems := list(_missed_by_azure(content, training)):
         raise UserError(*problems)
     code = (folder / str(content.get("code", ""))).resolve()
@@ -367,7 +366,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
     """Yield problems that Azure's SDK misses, and that make a run hang or lose its output."""
     distribution = {"process_count_per_instance": 1, **(content.get("distribution") or {})}
     if training.config and distribution != {"type": "pytorch", "process_count_per_instance": 1}:
-        what = "accelerate launch starts the processes of a node, and needs pytorch's addresses of the other nodes"
+        what = "must be pytorch with one process per node, because accelerate launch starts the others"
         yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
     if not name or mapping(mapping(content.get("outputs")).get(name)).get("mode", "rw_mount") != "rw_mount":
@@ -377,19 +376,19 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
 
 
 def training_in(content: Json) -> Training | None:
-    """Return the training in a job's command, with its inputs; None if train.py is not started."""
+    """Return the training that a job's command starts, with the inputs filled in; None if none."""
     inputs, outputs = mapping(content.get("inputs")), mapping(content.get("outputs"))
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():
         values[f"inputs.{name}"] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
     command = str(content.get("command", "")).replace("\\\n", " ")
     line = next((line for line in command.split("\n") if "launch/train.py" in line), "")
-    with contextlib.suppress(ValueError):  # an unclosed quotation, or no word for the script
+    with contextlib.suppress(ValueError):  # a quotation is not closed, or no word is the script
         words = shlex.split(re.sub(r"\$\{\{\s*([\w.]+)\s*}}", lambda found: values.get(found[1], found[0]), line))
         script = [word.endswith("launch/train.py") for word in words].index(True)
         before = " ".join(words[:script]).replace("=", " ").split()
         config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
-        elastic = not (config or "").endswith("single.yaml")  # as `Job.command` writes them
+        elastic = not (config or "").endswith("single.yaml")  # `Job.command` doubles each $
         flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]
         counts = mapping(content.get("resources")).get("instance_count"), inputs.get("processes_per_node")
         nodes, processes = (int(str(count)) if str(count).isdecimal() else 1 for count in counts)
@@ -407,9 +406,8 @@ def sdk_is_installed() -> bool:
 def load(text: str, folder: Path) -> SdkJob:
     """Return the job that Azure's SDK reads from a YAML, whose relative paths start in `folder`.
 
-    Raises `UserError` with the message of Azure's parser, which raises a TypeError or the like for
-    some mistakes. Only private names give access to the body of the request, so the SDK's version
-    is pinned.
+    Raises `UserError` with the message of Azure's parser, for whatever exception the parser raises.
+    Only private names of the SDK give the body of the request, so the SDK's version is pinned.
     """
     with silence():
         from azure.ai.ml import load_job
@@ -433,7 +431,8 @@ def _sentence(text: str) -> str:
 def connected(workspace: Mapping[str, str]) -> MLClient:
     """Return a client with the login of `az login`, of a managed identity, or of the environment.
 
-    The client connects lazily. Without `workspace`, config.json here or in a folder above is read.
+    The client connects at the first request. If `workspace` is empty, a config.json in this folder
+    or above names the workspace.
     """
     if not sdk_is_installed():
         fix = f"{INSTALL}; or use --dry_run --output mine.yaml and `az ml job create -f mine.yaml`"
@@ -448,17 +447,17 @@ def connected(workspace: Mapping[str, str]) -> MLClient:
 
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
-    """Turn a refusal by the login or the service into `UserError`."""
+    """Turn an error of the login or of Azure ML into a `UserError`."""
     from azure.core.exceptions import AzureError, ClientAuthenticationError
 
     try:
         yield
     except ClientAuthenticationError:
         fix = "run az login, or set DefaultAzureCredential's variables (AZURE_CLIENT_ID and others)"
-        raise mistake("azureml", "you are not logged in to Azure, or not for this workspace", fix) from None
+        raise mistake("azureml", "you are not logged in to Azure, or not with access to this workspace", fix) from None
     except (AzureError, ValueError) as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C while a log is streamed
             raise KeyboardInterrupt from None
         named = "config.json" in str(error)
-        fix = "give --subscription_id, --resource_group and --workspace_name" if named else "correct what Azure names"
+        fix = "give --subscription_id, --resource_group and --workspace_name" if named else "correct what Azure reports"
         raise mistake("azureml", f"Azure reports: {_sentence(str(error))}", fix) from None

@@ -1,4 +1,4 @@
-"""A job: one resolved run, the nodes and processes that run it, and the targets that take it.
+"""A job, which is one resolved run with its nodes and processes, and `Target`, where jobs are sent.
 
 Every target renders the same job.
 """
@@ -37,7 +37,7 @@ ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
 
 @dataclass(frozen=True)
 class Job:
-    """A run and its world. `argv` is train.py's command line, `config` the Accelerate YAML.
+    """A run, its nodes and processes. `argv` are train.py's arguments, `config` an Accelerate YAML.
 
     With `preflight` every node runs `recipes doctor` first; after a failed check nothing starts.
     """
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """The script and its arguments, with `$` as `$$` where torch elastic fills in macros."""
+        """The script and its arguments. Each `$` is doubled if torch elastic would expand it."""
         argv = [self.script, *self.argv]
         return argv if self.launched == "single" else [word.replace("$", "$$") for word in argv]
 
@@ -81,15 +81,15 @@ def checked_job(
     preflight: bool = False,
     starts_here: bool = False,
 ) -> Job:
-    """Return the job of train.py with the command line `argv` in this place, if the run is legal.
+    """Return the job that runs train.py with the arguments `argv` in `place`, if the run is legal.
 
     `recipe` is None for the recipe in --config's file, or for the default. `accelerate_config` is
     the file or name of an Accelerate YAML that replaces the recipe's own. `data` is what the target
-    mounts (`--data`). With `starts_here` train.py starts next in this terminal: train.py prints the
-    advice, and no job text is stored.
+    mounts (`--data`). `starts_here` means that train.py starts next in this terminal, so that
+    train.py itself prints the advice, and no text of the job is stored.
 
-    Raises `UserError` with every problem of the run, for a world that the engine cannot start, and
-    for a token among the settings if the job's text is stored.
+    Raises `UserError` with every problem of the run; for several processes if the engine starts
+    only one; and for a token among the settings if the job's text is stored.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     run = with_fit(resolve(words, place, {"dataset_name": list(data)} if data else {}, "--data"))
@@ -119,15 +119,15 @@ def launch_words(job: Job, python: str = sys.executable) -> list[str]:
     words = [python, str(LAUNCHER), "--config_file", job.config]
     words += ["--num_machines", str(job.nodes), "--num_processes", str(job.run.world_size)]
     if job.nodes == 1 and job.launched != "single":
-        words += ["--main_process_port", "0"]  # any free port: two runs may share a machine
+        words += ["--main_process_port", "0"]  # any free port, because two runs may share a machine
     return words
 
 
 def preflight_command(job: Job, python: str, meeting: Sequence[str] = ()) -> list[str]:
-    """Return `recipes doctor` for the job's world and `&&`, for bash; empty without a preflight.
+    """Return bash words for `recipes doctor` on the job's nodes, and `&&`; empty if not wanted.
 
-    `meeting` holds the flags by which several nodes meet. The port in `meeting` must differ from
-    the launcher's port, which another job on the node may hold already.
+    `meeting` holds the flags by which several nodes find each other. The port in `meeting` must
+    differ from the launcher's port.
     """
     if not job.preflight:
         return []
@@ -137,12 +137,12 @@ def preflight_command(job: Job, python: str, meeting: Sequence[str] = ()) -> lis
 
 
 def quoted(words: Sequence[str]) -> list[str]:
-    """Quote each word, so that bash leaves it unchanged."""
+    """Quote each word, so that bash does not change it."""
     return [shlex.quote(word) for word in words]
 
 
 def flag_lines(words: Sequence[str], quote: Callable[[str], str] = shlex.quote) -> list[str]:
-    """Return the words, quoted, in one line for each flag and its values."""
+    """Return a line for each flag and its values, with every word quoted."""
     lines: list[str] = []
     for word in words:
         if word.startswith("--") or not lines:
@@ -153,7 +153,7 @@ def flag_lines(words: Sequence[str], quote: Callable[[str], str] = shlex.quote) 
 
 
 def arguments(job: Job) -> list[str]:
-    """Return the lines of a bash array of the script and its arguments."""
+    """Return bash lines that set the array `command` to the script and its arguments."""
     comment = ["    # torch elastic reads $$ as $"] if any("$$" in word for word in job.command) else []
     return ["command=(", *comment, *(f"    {line}" for line in flag_lines(job.command)), ")"]
 
@@ -168,26 +168,26 @@ def one_of(choices: str, help: str, default: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """A place that jobs are sent to: a frozen dataclass of the target's flags, with these methods.
+    """Where jobs are sent, such as Slurm. A subclass is a frozen dataclass of its flags.
 
-    The class methods answer questions about a submitted job. By default the job's log is a file
-    that this machine can read.
+    The class methods answer questions about a submitted job. Unless a subclass overrides
+    `print_log`, the log must be a file that this machine can read.
     """
 
     HELP: ClassVar[str]  # one line for `recipes submit --help`
     WRITES_HERE: ClassVar[bool] = True  # the job writes to the output folder on this machine
-    ASK_EVERY: ClassVar[float] = 0.2  # seconds between two questions for a job's state
+    ASK_EVERY: ClassVar[float] = 0.2  # seconds between two requests for a job's state
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
         """Return `nodes` nodes, with `processes` processes each, or one process per GPU."""
         raise NotImplementedError
 
     def render(self, job: Job) -> str:
-        """Return the job's text. A pure function: a dry run prints exactly what would be sent."""
+        """Return the job's text. A dry run prints exactly the text that would be sent."""
         raise NotImplementedError
 
     def stage(self, job: Job, folder: Path) -> Path | None:
-        """Write the files that the job uploads, and return their folder; None without any."""
+        """Write the files that the job uploads, and return their folder; None if there are none."""
         return None
 
     def check(self, text: str, job: Job) -> None:
@@ -195,14 +195,14 @@ class Target:
         without_secrets(text)
 
     def send(self, text: str, job: Job) -> int:
-        """Send the text, note and announce the submission, and return the exit code."""
+        """Send the text, record and print the submission, and return the exit code."""
         raise NotImplementedError
 
     @classmethod
     def state(cls, submission: Submission) -> str:
-        """Return the job's state in the target's own words; empty if the target forgot the job.
+        """Return the job's state as the target names it; empty if the target has forgotten the job.
 
-        Raises `UserError` if the target cannot be asked.
+        Raises `UserError` if the target cannot be reached.
         """
         raise NotImplementedError
 
@@ -220,12 +220,13 @@ class Target:
         log = Path(submission.log)
         if not following and not log.exists():
             state = cls.state(submission) or "the run has ended"
-            raise mistake("logs", f"there is no {log}: {state}", f"recipes logs -f {shlex.quote(str(folder))}")
+            fix = f"recipes logs -f {shlex.quote(str(folder))} if the run waits or runs; else submit it again"
+            raise mistake("logs", f"there is no {log}: {state}", fix)
         follow(log, lambda: not following or cls.is_over(cls.state(submission)), seconds=cls.ASK_EVERY)
 
 
 def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float = 0.2) -> None:
-    """Copy the log, which may not exist yet, to stdout from byte `start` until `ended()` is true.
+    """Print the log from byte `start` on, until `ended()` is true. The log may not exist yet.
     `seconds` is the time between two reads.
     """
     done = False
@@ -240,7 +241,7 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float 
 
 
 def last_line(log: str) -> str:
-    """Return the last line about a step, else the last line with text; a remote log's address."""
+    """Return the last line about a step, or else the last line; for a remote log, its address."""
     if not Path(log).is_file():
         return log if "://" in log else ""
     lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]

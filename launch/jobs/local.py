@@ -42,7 +42,7 @@ class Local(Target):
     HELP = "this machine"
 
     on_oom: str = one_of(
-        "next stop", "out of memory: retry with the next smaller micro-batch, or only print it and stop [stop]", "stop"
+        "next stop", "if memory runs out: retry with the next smaller micro-batch, or print it and stop [stop]", "stop"
     )
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
@@ -61,7 +61,7 @@ class Local(Target):
 
     def send(self, text: str, job: Job) -> int:
         """Run the job to its end, and return the exit code. With `--on_oom next`, retry a run that
-        ran out of memory in less memory at the same global batch, as long as that is possible.
+        ran out of memory with flags that need less, at the same global batch, until none are left.
         """
         code, tried = run_script(text, job), list[Json]()
         while self.on_oom == "next" and code not in (0, EXIT_CODE):
@@ -77,7 +77,7 @@ class Local(Target):
 
     @classmethod
     def state(cls, submission: Submission) -> str:
-        """Return `running`, or nothing if no process writes to the log any more."""
+        """Return `running`; empty if no process writes to the log any more."""
         return "running" if is_written(Path(submission.log)) else ""
 
 
@@ -88,11 +88,11 @@ def run_script(text: str, job: Job) -> int:
     """Run a job's script, and return its exit code. The script's output is kept in the output
     folder and shown here.
 
-    The output goes through a file, not a pipe: a run can outlive this process, and `recipes logs`
-    reads the file. This process and its child processes hold the file's lock. Signals sent to this
-    process are forwarded to the script's process group.
+    The output goes to a file and not to a pipe, because a run can outlive this process, and because
+    `recipes logs` reads the file. This process and its child processes hold the file's lock.
+    Signals sent to this process are forwarded to the script's process group.
     """
-    record.forget_out_of_memory(job.folder)  # a note of an earlier run
+    record.forget_out_of_memory(job.folder)  # left by an earlier run
     path = job.folder / LOCAL_LOG
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def run_script(text: str, job: Job) -> int:
 
 
 def is_written(path: Path) -> bool:
-    """True if a run writes to this log, or to this folder: the run's processes hold the lock."""
+    """True if a run writes to this log or folder, because a process of the run holds its lock."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:  # there is no such path

@@ -1,4 +1,4 @@
-"""The target `slurm`: write a job's sbatch script, hand it to sbatch, ask Slurm about the job."""
+"""The target `slurm`: write the sbatch script of a job, submit it, and ask Slurm for its state."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 @command@
 
 @container@launcher=@launcher@
-# One word: srun reads a lone : among its own words as the start of another job.
+# The launcher is one word, because srun reads a lone : as the start of another job.
 srun @options@ \\
     @inside@bash -c "@home@$launcher$(printf ' %q' "${command[@]}")" &
 step=$!
 told=no
-tell() { scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null; }  # the steps, not this script
-trap 'told=yes; tell' USR1  # from Slurm before the time limit, to this script alone
+tell() { scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null; }  # to the steps, not to this script
+trap 'told=yes; tell' USR1  # Slurm sends USR1 before the time limit, to this script alone
 trap tell TERM
 
 code=0
@@ -74,7 +74,7 @@ restarts=${SLURM_RESTART_COUNT:-0}
 if [ "$told" = yes ] && ((restarts < max_restarts)); then
     echo "told to stop: requeued, restart $((restarts + 1)) of $max_restarts" >&2
     trap - USR1 TERM
-    scontrol requeue "$SLURM_JOB_ID" && sleep 600  # until Slurm ends this script
+    scontrol requeue "$SLURM_JOB_ID" && sleep 600  # Slurm ends this script meanwhile
 fi
 exit "$code"
 """
@@ -88,7 +88,7 @@ for folder in "$PWD" "$HOME" "$HF_HOME" "${HF_HUB_CACHE-}" "${HF_DATASETS_CACHE-
 done
 mkdir -p "${folders[@]}" || exit 1
 binds=$(printf '%s\\n' "${folders[@]}" | sort -u | sed 's/.*/&:&/' | paste -sd ,)
-@more@# Set again inside, where the image may set other values. Packages in the home folder are left out.
+@more@# Set again inside, because the image may set other values. PYTHONNOUSERSITE hides packages of the home folder.
 printf -v home 'export HOME=%q HF_HOME=%q PYTHONNOUSERSITE=1' "$HOME" "$HF_HOME"
 @runner@
 """
@@ -104,7 +104,7 @@ _PYXIS = 'container=(--container-image=@image@ "--container-mounts=$binds" "--co
 
 
 def _filled(template: str, **values: object) -> str:
-    """Return the template with each `@name@` replaced, but not those inside a value."""
+    """Replace each `@name@` of the template by its value. An `@name@` inside a value stays."""
     return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), template)
 
 
@@ -122,16 +122,16 @@ class Slurm(Target):
     account: str | None = flag(None, _SBATCH)
     qos: str | None = flag(None, _SBATCH)
     time: str | None = flag(None, "time limit, as Slurm writes it: minutes, 8:00:00, 2-12, 2-12:00:00, UNLIMITED")
-    gpus_per_node: str | None = flag(None, "a count or type:count; also the default of --processes_per_node")
+    gpus_per_node: str | None = flag(None, "GPUs of each node: 4, or a100:4; also the default of --processes_per_node")
     cpus_per_task: int | None = flag(
         None, "cores of a node for its processes and their data loading [the cluster's default, often 1]"
     )
     mem: str | None = flag(None, "memory of a node: 64G, or 0 for all of it")
     constraint: str | None = flag(None, _SBATCH)
     reservation: str | None = flag(None, _SBATCH)
-    job_name: str | None = flag(None, "[the recipe]")
+    job_name: str | None = flag(None, "name of the job [the recipe]")
     module: tuple[str, ...] = flag((), "environment modules to load, in this order")
-    venv: str | None = flag(None, "virtual environment to activate on the nodes, where no container runs")
+    venv: str | None = flag(None, "virtual environment to activate on the nodes; not used with a container")
     container_image: str | None = flag(
         None, "run in a container with python and accelerate: FILE.sif by apptainer, any other image by pyxis"
     )
@@ -149,18 +149,18 @@ class Slurm(Target):
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return nodes of the cluster. They cannot be inspected from here: assume their GPUs."""
+        """Return nodes of the cluster. This machine cannot inspect them: assume the type of GPU."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
-            what = f"{self.gpus_per_node!r} is not a count of GPUs of one type"
+            what = f"{self.gpus_per_node!r} is not a number of GPUs of one type"
             raise mistake("gpus_per_node", what, "--gpus_per_node 4, or a100:4")
         gpus = int(found[1])
         processes = processes or max(1, gpus)
         words = None
         if not gpus:
-            words = "gpus_per_node", "is not given: the job has no GPU, and trains on CPU cores", "--gpus_per_node 4"
+            words = "gpus_per_node", "is not given, so the job has no GPU and trains on CPU cores", "--gpus_per_node 4"
         elif not self.cpus_per_task:
-            what = "is not given: the site decides how many cores load data, often one"
+            what = "is not given, so the cluster decides how many cores load data, often one"
             words = "cpus_per_task", what, f"--cpus_per_task {8 * processes}"
         print_problems([Problem(*words, severity="advice")] if words else [], console(stderr=True))
         hardware = Hardware((ASSUMED_GPU,) * gpus, self.cpus_per_task or processes, liger=read_hardware().liger)
@@ -168,9 +168,9 @@ class Slurm(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=packages)
 
     def render(self, job: Job) -> str:
-        """Return an sbatch script: one task per node, which calls `accelerate launch`."""
+        """Return an sbatch script with one task per node, which starts the launcher."""
         if re.search(r"[/%]", self.job_name or ""):  # Slurm would silently write no log
-            raise mistake("job_name", f"{self.job_name} names the log too", "use letters, digits and .,:@+=-")
+            raise mistake("job_name", f"{self.job_name} cannot name the log file", "use letters, digits and .,:@+=-")
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
         directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}
@@ -179,11 +179,11 @@ class Slurm(Target):
         texts = {key: shlex.quote(str(value).replace("\n", " ")) for key, value in directives.items()}
         lines = [f"#SBATCH --{key}={text}" for key, text in texts.items()]
         lines.append(f"#SBATCH --{'requeue' if self.max_restarts else 'no-requeue'}")
-        # Before `set -u`: what modules and environments run reads variables that may not be set.
+        # Before `set -u`, because modules and environments read variables that may not be set.
         environment = f"module load {' '.join(quoted(self.module))} || exit 1\n" if self.module else ""
         if self.venv and not self.container_image:
             environment += f"source {shlex.quote(str(expanded(self.venv) / 'bin' / 'activate'))} || exit 1\n"
-        # srun has not inherited --cpus-per-task since 22.05.
+        # Since Slurm 22.05, srun does not inherit --cpus-per-task.
         options = [f"--nodes={job.nodes}", "--ntasks-per-node=1"]
         options += [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
         return _filled(
@@ -202,8 +202,8 @@ class Slurm(Target):
         )
 
     def _launcher(self, job: Job) -> str:
-        """Return the command of each node, with our launcher: accelerate's own dies of SIGUSR1, and
-        for a single process also of SIGTERM. Slurm would then kill the rank before it has saved.
+        """Return the command of each node. It calls our launcher, because accelerate's dies of
+        SIGUSR1, and of SIGTERM if it starts a single process: Slurm would kill the unsaved rank.
         """
         launcher, meeting = quoted(launch_words(job, self.python)), []
         if job.nodes > 1:
@@ -215,12 +215,12 @@ class Slurm(Target):
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
-        """Return bash that sets `container`, words before srun's command, and `home`, for inside.
+        """Return bash that sets `container` (words before the command) and `home` (code inside).
 
         FILE.sif is run by apptainer (or singularity, with the same options), any other image by
-        pyxis, a plugin of srun. Both take folders as SRC:DST,SRC:DST. The container uses its own
-        python and accelerate, and this package at its path here. The options come from the runners'
-        documentation and source: only a site can show that its image and its settings work.
+        pyxis, a plugin of srun. Both accept folders as SRC:DST,SRC:DST. The container uses the
+        image's python and accelerate, and our package from this path. The options come from the
+        documentation and source of apptainer and pyxis: each site must try its image and settings.
         """
         image = self.container_image or ""
         more = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in self.container_mounts)
@@ -229,7 +229,7 @@ class Slurm(Target):
         return _filled(_CONTAINER, folders=" ".join(quoted(mounted(job))), more=binds, runner=runner)
 
     def send(self, text: str, job: Job) -> int:
-        """Hand the script to sbatch. If sbatch refuses, raises `UserError` with Slurm's message."""
+        """Give the script to sbatch. Raises `UserError` with Slurm's message if sbatch refuses."""
         job_id = _ask(["sbatch", "--parsable"], text).strip().partition(";")[0]
         log = Path.cwd() / f"{self.job_name or job.run.recipe.name}-{job_id}.log"  # by `--output=%x-%j.log`
         submission = Submission("slurm", job.title, str(log), job_id)
@@ -238,7 +238,7 @@ class Slurm(Target):
 
     @classmethod
     def state(cls, submission: Submission) -> str:
-        """Return `PENDING (Resources)` or the like. Slurm forgets a job minutes after its end."""
+        """Return Slurm's state, such as `PENDING (Resources)`; empty once Slurm forgets the job."""
         shown = _ask(["scontrol", "show", "job", "-o", submission.job], forgotten="Invalid job id")
         fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         waits = fields.get("JobState") == "PENDING" and fields.get("Reason", "None") != "None"
@@ -256,9 +256,9 @@ def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
     Raises `UserError` with Slurm's own message for other failures.
     """
     if shutil.which(words[0]) is None:
-        fix = "use a login node of the cluster, or --dry_run and sbatch by hand"
+        fix = "repeat this command on a login node of the cluster"
         raise mistake("slurm", f"there is no {words[0]} on this machine", fix)
-    # sbatch reads SBATCH_* variables too, and they would override the script that was shown.
+    # Variables SBATCH_* would override the script that a dry run shows.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
     if done.returncode != 0 and not (forgotten and forgotten in done.stderr):
@@ -272,11 +272,11 @@ def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
 
 
 def mounted(job: Job) -> list[str]:
-    """Return the folders that a container must see, besides those that the job finds on its node.
+    """Return the folders that a container must see, besides those that the script finds itself.
 
-    They are this package, and every folder that a setting of the run names by an absolute path or
-    by a path out of the current folder. A missing output folder is listed too: the job makes it.
-    Links in a path are not resolved: the path must be the same text inside the container.
+    They are the folders of our package and of the Accelerate YAML, and every folder that a setting
+    names by a path that is absolute or leaves the current folder. A missing output folder is listed
+    too, because the job creates it. Links stay, so that paths are the same inside the container.
     """
     found = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "recipes"), str(Path(job.config).parent)]
     values = [job.run[name] for name in job.run.given] + [job.run.recipe.files]

@@ -1,6 +1,6 @@
 """Submit a run to this machine, to Slurm or to Azure ML, and report how submitted runs are doing.
 
-Everything is checked before it is sent.
+Every job is checked before it is sent.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def submit(
     output: str | None = None,
     comment: str = "",
 ) -> int:
-    """Submit train.py with the command line `argv`, or show what would be sent.
+    """Submit train.py with the arguments `argv`, or show what would be sent. Return the exit code.
 
     `accelerate_config` is an Accelerate YAML that replaces the recipe's own, `comment` a line for
-    the top of the job's text. Returns the exit code. Raises `UserError` with everything that is
-    wrong with the run or the job. Before a run goes to another machine, the objects of its
-    training are also built here. A dry run skips that: it takes seconds.
+    the top of the job's text. Raises `UserError` with everything that is wrong with the run or the
+    job. Before a job goes to another machine, the libraries here must also accept the settings; a
+    dry run skips this check, which takes seconds.
     """
     if output and not dry_run:
         raise mistake("output", "works only with --dry_run", "add --dry_run, or leave out --output")
@@ -63,13 +63,13 @@ def submit(
         return _show(text, job, target, output)
     if target.WRITES_HERE:
         refuse_while_in_use(job.folder)
-    if not isinstance(target, Local) and (problems := probe_in_child(job.run)):  # here train.py finds them
+    if not isinstance(target, Local) and (problems := probe_in_child(job.run)):  # on this machine, train.py finds them
         raise UserError(*problems)
     return target.send(text, job)
 
 
 def refuse_while_in_use(folder: Path) -> None:
-    """Raise `UserError` if a run writes to the folder: a second run would only fail later."""
+    """Raise `UserError` if a run writes to the folder, because a second run would fail later."""
     earlier = submitted(folder)
     if earlier is None:
         return
@@ -100,7 +100,7 @@ def _show(text: str, job: Job, target: Target, file: str | None) -> int:
 
 
 def site_file() -> Path:
-    """Return the path of the file, if any, with the flags for all jobs of a site, such as
+    """Return the path of the site file, which may not exist. It holds flags for all jobs, such as
 
     slurm: {partition: gpu, account: lab, module: [cuda/12.6], venv: /shared/venv}
     azureml: {compute: gpu-cluster, workspace_name: lab}
@@ -112,7 +112,7 @@ def site_file() -> Path:
 
 
 def site_defaults(target: str) -> dict[str, Any]:
-    """Return a target's flags in the site file, read as on the command line; empty without a file.
+    """Return a target's flags from the site file, parsed as a command line; empty without a file.
 
     Raises `UserError` for a mistake in the file.
     """
@@ -137,7 +137,7 @@ def site_defaults(target: str) -> dict[str, Any]:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         name = str(error.argument_name).partition("/")[0].strip("-")
-        raise mistake(name, error.message, "use a value that the command line takes", str(file)) from None
+        raise mistake(name, error.message, "use a value that the command line accepts", str(file)) from None
     if rest:
         name = rest[0].lstrip("-").partition("=")[0]
         fix = nearest(name, known) or f"recipes submit {target} --help lists them"
@@ -157,7 +157,7 @@ def from_site(site: Mapping[str, Any]) -> str:
 
 
 def submitted(folder: Path) -> Submission | None:
-    """Return the last submission into this folder; None without one, or if its note is damaged."""
+    """Return the last submission into this folder; None if its record is missing or damaged."""
     submission = noted(folder)
     return submission if submission and submission.target in TARGETS else None
 
@@ -176,7 +176,7 @@ def newest(folder: Path) -> tuple[Path, Submission]:
         if submission := submitted(run):
             return run, submission
     what = f"the run in {folder} was started without `recipes submit`"
-    raise mistake("FOLDER", what, "read the run's output where you started it")
+    raise mistake("FOLDER", what, "read the output in the terminal that started the run")
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -208,7 +208,7 @@ def _described(folder: Path) -> tuple[str, str, str]:
     if target.is_over(state):
         if outcome == "running":  # the run ended before it could write its outcome
             outcome = "ended unexpectedly (killed?)"
-        before = record.read(folder).get("status", "unknown")  # a start with nothing to train leaves it as it is
+        before = record.read(folder).get("status", "unknown")  # a start with nothing to train changes no status
         state = ", ".join(filter(None, (state, outcome))) or f"ended; an earlier start: {before}"
     return where, state, last_line(submission.log)
 

@@ -1,4 +1,4 @@
-"""Write checkpoints so that only complete ones count, judge them before a resume, and rotate them.
+"""Mark complete checkpoints, check a checkpoint before a resume, and delete old checkpoints.
 
 Trainer writes a checkpoint in place, file by file, and resumes from the highest number even if that
 checkpoint is incomplete. If the optimizer state is missing, Trainer silently starts with a fresh
@@ -6,12 +6,12 @@ optimizer.
 
 So a manifest.json lists the files of a checkpoint. `begin` writes a manifest without files before
 the first file. Once every process has written, `commit` flushes files and folders to the disk, and
-then replaces that manifest by one with each file's size and checksum. A manifest also names its
-run: a run gets an id at its first start in an output folder, and keeps the id in all later starts.
-A checkpoint without a manifest comes from elsewhere: its files must be readable.
+then writes a manifest with each file's size and checksum. A manifest also holds the id of the run,
+which the run gets at its first start in an output folder and keeps in all later starts. A
+checkpoint without a manifest comes from another program: its files must be readable.
 
-Judging executes nothing in a checkpoint. Damaged checkpoints are never deleted; those whose save
-was cut short are.
+The checks execute no code of a checkpoint. A damaged checkpoint is never deleted, except if its
+save was cut short.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from recipes.run.fingerprints import MODEL_FILES
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
-# Trainer's own saving on SIGTERM writes this marker first, and removes it when all else is there.
+# When Trainer itself saves on SIGTERM, it writes this marker first, and removes it at the end.
 _TRAINERS_MARKER = "checkpoint-is-incomplete.txt"
 # How file names of weights and of optimizer states begin; the last is DeepSpeed's.
 _WEIGHTS, _OPTIMIZER = ("model", "adapter_model", "pytorch_model", "global_step"), ("optimizer", "global_step")
@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint. `faults` make it unusable; `notes` tell what a resume starts afresh."""
+    """A checkpoint. `faults` are reasons not to resume from it; `notes` are warnings."""
 
     path: Path
     step: int
@@ -63,13 +63,13 @@ class Checkpoint:
         return not self.faults
 
 
-# --- Its manifest ---------------------------------------------------------------------------------
+# --- The manifest ---------------------------------------------------------------------------------
 
 
 def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | None = None) -> None:
     """Mark the checkpoint as unfinished, by a manifest that names the engine, processes and run.
 
-    The manifest is on the disk when this returns, so that it survives any crash.
+    The manifest is flushed to the disk, so that it survives any crash.
     """
     contents = {"version": 1, "step": step, "engine": engine, "world_size": world_size, "run": run}
     # `begun` is random: a node that reads the same value sees the same disk as the writer.
@@ -80,7 +80,7 @@ def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | Non
 def commit(folder: Path, names: Collection[str]) -> None:
     """Complete the checkpoint: flush these files and their folders, then write the manifest.
 
-    `names` are paths in `folder`. Raises `OSError` if the disk cannot take the data.
+    `names` are paths relative to `folder`. Raises `OSError` if the disk is full.
     """
     contents = manifest_of(folder)
     contents.pop("begun", None)
@@ -109,11 +109,11 @@ def is_foreign(folder: Path, run: Json | None) -> bool:
     return run is not None and writer is not None and writer["id"] != run["id"]
 
 
-# --- Its files ------------------------------------------------------------------------------------
+# --- The files ------------------------------------------------------------------------------------
 
 
 def listed(folder: Path) -> list[str]:
-    """List the files that a checkpoint has now, without its manifest, as paths in `folder`.
+    """List the files that a checkpoint has now, except the manifest, relative to `folder`.
 
     The only hidden file of a checkpoint is FSDP's index; other hidden files are the file system's.
     """
@@ -129,7 +129,7 @@ def model_files(folder: Path) -> list[str]:
 
 
 def flush_files(files: Collection[Path]) -> None:
-    """Flush these files and their folders to the disk before this returns.
+    """Flush these files and their folders to the disk.
 
     One process per node is enough: a flush covers what all processes of the node wrote to a file.
     """
@@ -153,8 +153,9 @@ def _described(file: Path) -> Json:
 
 
 def changes(folder: Path, files: Json) -> list[str]:
-    """Describe how the files in a folder differ from `files`, a result of `described()`: a line
-    per file. Every byte is read.
+    """Return a line for each file that differs from `files`, an earlier result of `described()`.
+
+    Every byte is read.
     """
 
     def of_file(name: str) -> str | None:
@@ -170,7 +171,7 @@ def changes(folder: Path, files: Json) -> list[str]:
 
 
 def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
-    """Return the results in order. One thread alone saturates no fast disk or network disk."""
+    """Return the results in order. One thread alone could not saturate a fast or a network disk."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(work, on))
 
@@ -187,8 +188,8 @@ def numbered(output_dir: str | Path) -> list[Path]:
 def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """Return the newest checkpoint that can be resumed from, and all newer ones, which are damaged.
 
-    A checkpoint of another run than the folder's counts as damaged. If no record names the folder's
-    run, the newest valid checkpoint does. Checkpoints up to step `after` are ignored.
+    A checkpoint of another run than the folder's is treated as damaged. If the folder's run is not
+    known, a checkpoint of any run is valid. Checkpoints up to step `after` are ignored.
     """
     run = record.read_intact(output_dir).get("run")
     damaged: list[Checkpoint] = []
@@ -202,7 +203,7 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
     """Return the newest checkpoint of the folder's run whose manifest says that it is complete. The
-    files are not checked, unlike in a resume, because there may be no time for that.
+    files are not checked, unlike in a resume, because there may be no time to read them.
     """
     run = record.read_intact(output_dir).get("run")
     own = (path for path in numbered(output_dir) if not is_foreign(path, run))
@@ -210,7 +211,7 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 
 
 def inspect(path: Path, run: Json | None = None) -> Checkpoint:
-    """Return the checkpoint in a folder with its faults; one fault is that another run wrote it."""
+    """Return the checkpoint in a folder with its faults, such as that another run wrote it."""
     if is_foreign(path, run):
         return Checkpoint(path, _step(path), ("it belongs to another run",))
     try:
@@ -260,8 +261,8 @@ def _is_readable(file: Path) -> bool:
 
 
 def _notes(path: Path, names: list[str]) -> list[str]:
-    """List what a resume starts afresh because the checkpoint lacks it, and a warning if the
-    checkpoint could be judged only in part.
+    """List, a line each, what the checkpoint lacks and a resume starts afresh, and that the
+    checkpoint was checked only in part.
     """
     result = []
     if not any(name.startswith(_OPTIMIZER) for name in names):
@@ -280,13 +281,13 @@ def _step(path: Path) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return N of checkpoint-N, which may be 0. None if the folder has another name."""
+    """Return N of checkpoint-N, which may be 0; None if the folder has another name."""
     number = re.fullmatch(r"checkpoint-(\d+)", path.name)
     return int(number.group(1)) if number else None
 
 
 def model_notes(folder: Path, then: Json) -> list[str]:
-    """Describe how the model of a finished run differs from its recorded files."""
+    """Return a line to print if files of a finished run's model have changed, else no line."""
     changed = changes(folder, then)
     remedy = "copy the files from the newest checkpoint, or train the model again with --fresh"
     return [f"{'; '.join(changed)}: {remedy}"] if changed else []
@@ -296,16 +297,16 @@ def model_notes(folder: Path, then: Json) -> list[str]:
 
 
 def archive_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that the rotation does not count it and keeps valid ones."""
+    """Rename a damaged checkpoint, so that `rotate` ignores it and keeps valid checkpoints."""
     names = (f"damaged-{path.name}" + (f"-{number}" if number > 1 else "") for number in count(1))
     return path.rename(next(target for name in names if not (target := path.with_name(name)).exists()))
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete old checkpoints beside `newest`, so that `limit` are left, among them the best.
+    """Delete the oldest checkpoints beside `newest`, so that `limit` are left, with the best one.
 
-    The order is by step. Trainer's order is by file time, which is wrong in a copied folder or
-    after a change of the clock. Checkpoints of another run stay.
+    Checkpoints are ordered by step. Trainer orders them by file time, which is wrong in a copied
+    folder or after a change of the clock. Checkpoints of another run stay.
     """
     if limit is None or limit <= 0:
         return
@@ -319,7 +320,7 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
 def remove(checkpoints: Iterable[Path]) -> None:
     """Delete checkpoints. Files that cannot be deleted stay, as with Trainer.
 
-    The state is deleted first, so that a kill in between leaves no valid checkpoint.
+    trainer_state.json goes first, so that a half-deleted checkpoint never looks valid.
     """
     for path in checkpoints:
         with contextlib.suppress(OSError):

@@ -35,19 +35,19 @@ COPY = "converted-"  # how the name of a converted copy begins
 
 
 def writers(checkpoint: Path) -> int | None:
-    """Return how many processes wrote a checkpoint, None if neither manifest nor RNG files tell."""
+    """Return how many processes wrote a checkpoint; None if manifest and RNG files are missing."""
     states = sum(1 for _ in checkpoint.glob("rng_state*.pth"))
     return manifest_of(checkpoint).get("world_size") or states or None
 
 
 def stream_file(rank: int | str) -> str:
-    """Name the file of a checkpoint that records where a rank continues in a stream of data."""
+    """Return the name of the file that records where a rank continues in a stream of data."""
     return f"places_{rank}.json"
 
 
 def readers_of(checkpoint: Path) -> tuple[int, int] | None:
     """Return how many processes wrote a checkpoint of a streaming run, and how many workers of each
-    read the data. None if the checkpoint records no place in a stream.
+    read the data. None if the run did not stream its data.
     """
     file = next(checkpoint.glob(stream_file("*")), None)
     before = writers(checkpoint)
@@ -55,8 +55,8 @@ def readers_of(checkpoint: Path) -> tuple[int, int] | None:
 
 
 def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
-    """Describe in one line what a resume by `processes` processes, each with `workers` data
-    workers, cannot carry over exactly. None if it carries over everything.
+    """Return a line about what will differ if `processes` processes, each with `workers` data
+    workers, resume from the checkpoint. None if nothing differs.
     """
     before = writers(checkpoint)
     if readers_of(checkpoint) not in (None, (processes, max(1, workers))):
@@ -67,14 +67,14 @@ def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
     if before in (None, processes):
         return None
     return (
-        f"{checkpoint.name} was written by {plural(before, 'process')}, {processes} resume: the data and its "
+        f"{checkpoint.name} was written by {plural(before, 'process')}, and {processes} resume: the data and its "
         "order stay the same; random numbers (dropout) and the rounding of sums differ"
     )
 
 
 @dataclass(frozen=True)
 class AnyWorld:
-    """Reads the checkpoints of a DeepSpeed run, whatever number of processes has written them.
+    """Reads the checkpoints of a DeepSpeed run that any number of processes has written.
 
     `ranks` is the number of processes, or groups of processes, that share the optimizer now.
     `folder` holds converted copies while they are needed. `say` prints a line for a person.
@@ -86,18 +86,18 @@ class AnyWorld:
     say: Callable[[str], None]
 
     def prepare(self, checkpoint: Path | None) -> None:
-        """Convert the checkpoint, if only another number of processes could read it.
+        """Convert the checkpoint, if this number of processes cannot read it as it is.
 
         All ranks call this. Raises `UserError` if the checkpoint cannot be converted, and `Failure`
         if the conversion fails.
         """
         conversion = iter(()) if checkpoint is None else self._conversion(checkpoint)
-        # Rank 0 answers every few seconds: no process group waits as long as a conversion may take.
+        # Rank 0 answers every few seconds, because a conversion may outlast the group's timeout.
         while self.world.decide(lambda: next(conversion, False)):
             pass
 
     def _conversion(self, checkpoint: Path) -> Iterator[bool]:
-        """Convert a checkpoint if needed, on rank 0 only. Yields True while that takes."""
+        """Convert a checkpoint if needed, on rank 0 only. Yields True while the conversion runs."""
         if not self._differs(checkpoint):
             return
         source, copy = checkpoint / (checkpoint / "latest").read_text().strip(), self._copy(checkpoint)
@@ -123,7 +123,7 @@ class AnyWorld:
         raise mistake("num_processes", what, fix)
 
     def load(self, engine: DeepSpeedEngine, checkpoint: str, load_module_strict: bool = True) -> None:
-        """Load as transformers' `deepspeed_load_checkpoint` does. All ranks call this."""
+        """Load a checkpoint like transformers' `deepspeed_load_checkpoint`. All ranks call this."""
         import torch
         from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
@@ -152,7 +152,7 @@ class AnyWorld:
 
 @contextlib.contextmanager
 def read_by(reader: AnyWorld | None) -> Iterator[None]:
-    """Make Trainer load DeepSpeed's checkpoints by `reader`, not by transformers' function."""
+    """Make Trainer load DeepSpeed's checkpoints with `reader`, not with transformers' function."""
     from transformers import trainer
 
     theirs = trainer.deepspeed_load_checkpoint
@@ -164,7 +164,7 @@ def read_by(reader: AnyWorld | None) -> Iterator[None]:
 
 
 def shards(checkpoint: Path) -> int:
-    """Return how many data-parallel ranks share the optimizer by DeepSpeed's ZeRO; 0 if none."""
+    """Return over how many ranks DeepSpeed's ZeRO shards the optimizer; 0 if it does not."""
     names = (_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*_optim_states.pt"))
     return max((int(name.group(1)) + 1 for name in names if name), default=0)
 
@@ -172,9 +172,9 @@ def shards(checkpoint: Path) -> int:
 def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
     """Restore what DeepSpeed leaves out when it reads a universal checkpoint.
 
-    ZeRO-3 gives all parameter groups the settings of the first group: groups without weight decay
-    would get it. Torch's Adam gets one step counter for all weights, which each weight would
-    increase. Buffers that training changes, such as BatchNorm's, are not read at all.
+    ZeRO-3 gives all parameter groups the settings of the first group, so that groups without weight
+    decay would get weight decay. In torch's Adam, all weights get the same step counter, which each
+    weight would increase. Buffers that training changes, such as BatchNorm's, are not read at all.
     """
     import torch
 
@@ -202,10 +202,10 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    """Convert the DeepSpeed checkpoint in a folder global_stepN. This takes a process of its own,
-    which imports DeepSpeed for a CPU and frees its memory at the end.
+    """Convert the DeepSpeed checkpoint in a folder global_stepN. This runs in a child process,
+    which imports DeepSpeed for a CPU, and whose end frees the memory.
 
-    Answers with the reason if the conversion is impossible; empty if it was done.
+    Answers with the reason why the conversion is impossible, or with an empty text when it is done.
     """
     source, target = request(folder)
     why_not = _cannot(Path(source))

@@ -1,4 +1,4 @@
-"""run.json, the record of a run: settings, environment and end. A damaged record is ignored."""
+"""run.json, the record of a run: settings, environment, outcome. A damaged record is ignored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from recipes.run.files import default_accelerate_config, expanded, read_json, re
 NAME = recorded.NAME
 OUT_OF_MEMORY = "out_of_memory.json"
 
-# If one of these settings differs, a checkpoint belongs to another run: other weights or data.
+# If one of these settings differs, a checkpoint belongs to another run, with other weights or data.
 IDENTITY = (
     "task problem_type model_name_or_path model_revision from_scratch dtype use_peft lora_r lora_alpha "
     "lora_target_modules use_dora load_in_4bit optim dataset_name dataset_config dataset_train_split "
@@ -46,7 +46,7 @@ IDENTITY = (
 KEPT_BY_RESUME = (
     "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 ).split()
-# A resume takes the new value of these settings, and then is no longer the same training.
+# A resume uses the new value of these settings, and then is no longer the same training.
 CHANGES_COURSE = (
     "global_batch_size dataset_streaming seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip "
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
@@ -95,7 +95,7 @@ FIELDS = {
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
     "classes": "names of a classifier's outputs, in the model's order",
     "sessions": "an entry per start that trained: time, first step, seconds, status, processes, versions",
-    "changed": "settings that got another value in a resume: no single command trains the same",
+    "changed": "settings that got another value in a resume, so that no single command repeats the training",
     "settings": "every setting: its value, the source it came from, and the reason",
     "checksum": "checksum of all other fields",
     "versions": "versions of Python and the libraries; null if not installed",
@@ -121,7 +121,7 @@ FIELDS = {
 
 
 def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
-    """Return the identity of a run that begins now, perhaps from a checkpoint named by the user."""
+    """Return the identity of a run that begins now, from a checkpoint if the user names one."""
     named = str(began_from.resolve()) if began_from else None
     return {"id": secrets.token_hex(8), "began_from": named, "began_at": began_at}
 
@@ -131,8 +131,8 @@ class Earlier:
     """The run that the folder already holds, if any.
 
     `checkpoint` is the checkpoint to resume from. `finished` is True if nothing is left to train.
-    `notes` are for a person. `kept` holds the fields that this start's record takes from the record
-    before. `identity` is that of the run that resumes or begins.
+    `notes` are lines to print. `kept` holds the fields that the new record copies from the old one.
+    `identity` is the identity of the run that resumes or begins.
     """
 
     checkpoint: Path | None = None
@@ -143,7 +143,7 @@ class Earlier:
     identity: Json = field(default_factory=new_run)
 
     def as_it_trains(self, run: RunSpec) -> RunSpec:
-        """Return the run with the values that its checkpoint keeps, whatever the user wrote now."""
+        """Return the run with the old values that a resume keeps, not the new values."""
         kept = self.kept.get("settings", {}).items()
         return replace(run, given={**run.given, **{name: Setting(one["value"], "checkpoint") for name, one in kept}})
 
@@ -157,14 +157,14 @@ def read(folder: str | Path) -> Json:
 
 
 def read_intact(folder: str | Path) -> Json:
-    """Return the record in a folder as it was written; empty if the record is missing or any bit of
-    it has changed, because it then tells neither what was trained nor which run trained it.
+    """Return the record in a folder; empty if the record is missing or any bit has changed, because
+    a damaged record cannot show what was trained, or by which run.
     """
     return intact(Path(folder) / NAME)
 
 
 def intact(file: Path) -> Json:
-    """Return a sealed JSON without its checksum; empty if it is missing or any bit has changed."""
+    """Return a sealed JSON without the checksum; empty if the file is missing or has changed."""
     found = read_json(file)[0] or {}
     return found if found.pop("checksum", None) == _checksum_of(found) else {}
 
@@ -180,14 +180,14 @@ def _checksum_of(content: Json) -> str:
 
 
 def write(folder: str | Path, content: Json, name: str = NAME) -> None:
-    """Write the record, sealed, or another JSON atomically: nobody ever sees half of it."""
+    """Write the record with a checksum, or another JSON, so that nobody can read half a file."""
     content = recorded.plain(content)
     text = json.dumps(sealed(content) if name == NAME else content, indent=2)
     write_whole(Path(folder) / name, text.encode())
 
 
 def note_out_of_memory(folder: Path, facts: Json) -> None:
-    """Write out_of_memory.json, and the record's status: rank 0 may hang until it is killed."""
+    """Write out_of_memory.json and the status in run.json, because rank 0 may hang until killed."""
     with contextlib.suppress(OSError):
         write(folder, facts, OUT_OF_MEMORY)
         if (record := read(folder)).get("status") == "running":
@@ -204,12 +204,12 @@ def forget_out_of_memory(folder: Path) -> None:
 def kept_record(
     run: RunSpec, world: World, earlier: Earlier, data_commit: str | None, classes: list[str] | None
 ) -> Iterator[Json]:
-    """Write run.json with the status `running`, then `finished`, `preempted`, `interrupted`,
-    `out_of_memory` or `failed`. Yields the results, which the training fills in. `classes` are the
-    names of a classifier's outputs.
+    """Write run.json with the status `running`; at the end of the block with `finished`,
+    `preempted`, `interrupted`, `out_of_memory` or `failed`. Yields a dict, which the training fills
+    with the results. `classes` are the names of a classifier's outputs.
 
-    Rank 0 writes the file. If another rank runs out of memory, rank 0 only sees a lost connection;
-    the other rank's out_of_memory.json tells the cause.
+    Rank 0 writes the file. If another rank runs out of memory, rank 0 sees only a lost connection,
+    so the other rank's out_of_memory.json decides the status.
     """
     results: Json = {}
     content, kept = started(run, world.size, data_commit), earlier.kept
@@ -237,7 +237,7 @@ def kept_record(
 
 
 def several(record: Json) -> str:
-    """Describe the differences between the starts of a resumed run; empty if there are none."""
+    """Describe how the starts of a resumed run differ; empty if they do not differ."""
     sessions = record.get("sessions") or [{}]
     worlds = dict.fromkeys(str(session.get("world_size")) for session in sessions)
     found = [f"on {' and then '.join(worlds)} processes"] if len(worlds) > 1 else []
@@ -340,13 +340,13 @@ def cpu() -> str:
 
 @cache
 def code() -> Json:
-    """Return our version, a hash of our source, and a checkout's commit, with -dirty if changed."""
+    """Return our version, a hash of our source, and the git commit, with -dirty if changed."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for file in sorted(path for name in ("recipes", "launch") for path in (root / name).rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     found = {"version": __version__, "source": digest.hexdigest()[:16]}
-    if (root / ".git").exists():  # a repository around an installed package belongs to somebody else
+    if (root / ".git").exists():  # only our own: a repository around an installed package is not ours
         words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
@@ -361,7 +361,7 @@ def launcher_words() -> list[str]:
 
 
 def by_accelerate(words: list[str]) -> bool:
-    """True if the launcher is `accelerate launch` in one of its spellings, and not torchrun."""
+    """True if the launcher is `accelerate launch`, by whatever name, and not torchrun."""
     names = {Path(word).name for word in words}
     return bool(names & {"accelerate", "accelerate-launch", "accelerate.commands.launch", "launcher.py"})
 
@@ -376,8 +376,8 @@ def _accelerate_config(launcher: list[str]) -> str | None:
 
 
 def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
-    """Return the content, by absolute path, of the files that define the run: the recipe's files,
-    the Accelerate YAML, and the JSONs that settings or the YAML name.
+    """Return absolute path -> content of the files that define the run: the recipe's files, the
+    Accelerate YAML, and the JSON files that settings or the YAML name.
     """
     paths = [*run.recipe.files, run.recipe.engine if run.recipe.files else None, yaml]
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]

@@ -1,4 +1,4 @@
-"""Find what an output folder already holds, and decide where a run that writes there resumes."""
+"""Find the run that an output folder already holds, and choose the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from recipes.scaling.timings import require_room
 
 @contextlib.contextmanager
 def output_folder(run: RunSpec, world: World) -> Iterator[None]:
-    """Make the output folder, check that a run may write to it, and lock it."""
+    """Create the output folder, check that it is writable, and lock it until the block ends."""
     handle = world.decide(lambda: _make_and_lock(run))
     try:
         yield
@@ -50,7 +50,7 @@ def output_folder(run: RunSpec, world: World) -> Iterator[None]:
 
 
 def _make_and_lock(run: RunSpec) -> int:
-    """Make and lock the output folder. Returns the file descriptor that holds the lock."""
+    """Create and lock the output folder. Returns the file descriptor that holds the lock."""
     with _writing(run):
         Path(run["output_dir"]).mkdir(parents=True, exist_ok=True)
         require_writable(Path(run["output_dir"]))
@@ -74,7 +74,7 @@ def _refused(run: RunSpec, what: str, fix: str, name: str = "output_dir") -> Use
 
 
 def _locked(run: RunSpec, kind: int) -> int:
-    """Lock the folder and return the file descriptor. Raises `UserError` if it is in use."""
+    """Lock the folder and return the file descriptor. Raises `UserError` if a run uses it."""
     handle = os.open(run["output_dir"], os.O_RDONLY)
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -89,15 +89,15 @@ def _locked(run: RunSpec, kind: int) -> int:
 
 
 def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
-    """Archive an older run if --fresh is given, and remove converted copies of checkpoints that a
-    killed run has left. Call this last before training, once all other checks have passed.
+    """Move an older run aside if --fresh is given, and remove converted copies of checkpoints that
+    a killed run has left. Call this just before training, after all other checks have passed.
 
-    Raises `UserError` if the disk has no room for `needed_bytes`: a checkpoint and the model.
+    Raises `UserError` if the disk has no room for `needed_bytes`, for a checkpoint and the model.
     """
     free = shutil.disk_usage(run["output_dir"]).free
     if free <= needed_bytes:
         needed = memory_size(needed_bytes)
-        what = f"{run['output_dir']} has {memory_size(free)} free, and this run saves at least about {needed}"
+        what = f"{run['output_dir']} has {memory_size(free)} free, but this run saves about {needed} or more"
         raise _refused(run, what, "choose an --output_dir on a larger disk")
     for left in Path(run["output_dir"]).glob(f"{other_world.COPY}checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -125,10 +125,10 @@ def _archive_older_run(run: RunSpec) -> None:
 
 
 def look_ahead(run: RunSpec) -> Earlier | None:
-    """Return a finished run that leaves nothing to train. This comes before the data is tokenized,
-    which may take hours; `find_earlier_run` makes the final decision.
+    """Return the folder's run if it has finished and nothing is left to train, else None. Call this
+    before tokenizing, which may take hours; `find_earlier_run` makes the final decision.
 
-    Every rank may call this, because it changes nothing, except that --measure begins its file.
+    Every rank may call this, because only the file of --measure is created, and nothing is changed.
     Raises `UserError` if the folder is in use, is not writable, or holds another training.
     """
     folder = Path(run["output_dir"])
@@ -142,7 +142,7 @@ def look_ahead(run: RunSpec) -> Earlier | None:
 
 
 def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
-    """Find where to resume in the locked folder. `data_commit` is the commit of data from the Hub.
+    """Return where to resume in the locked folder. `data_commit` is the commit of Hub data.
 
     Raises `UserError` if no checkpoint can be resumed as asked.
     """
@@ -178,12 +178,12 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
     kept, course = _changes(run, old)
     notes = model_notes(folder, old["model_files"])
     for name, (then, now) in (kept | course).items():
-        notes.append(f"requested now but not trained: {name} {now} (was {then})")
+        notes.append(f"not trained, because the run has finished: {name} {now} (was {then})")
     return Earlier(finished=True, step=old["global_step"], notes=notes)
 
 
 def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
-    """Continue the folder's run from its newest checkpoint, or the checkpoint it began from."""
+    """Continue the folder's run from its newest checkpoint, or from where the run began."""
     own = old.get("run") or {}
     newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
     notes = [_skip(checkpoint) for checkpoint in damaged]
@@ -214,18 +214,18 @@ def _from(
 ) -> Earlier:
     """Resume from a checkpoint of the run that `old` records.
 
-    The new record keeps what that run began with, because `merge` and `rerun` compare with it.
+    The new record keeps the old fingerprints of data and model, which `merge` and `rerun` compare.
     """
     name, done = "max_steps", float(checkpoint.step)
     if run["max_steps"] <= 0:
         name, done = "num_train_epochs", round((read_json(checkpoint.path / STATE)[0] or {}).get("epoch") or 0, 2)
-    if done > math.ceil(run[name]):  # else its model would pass as that of a shorter training
+    if done > math.ceil(run[name]):  # its model would pass for the model of a shorter training
         what = f"{checkpoint.path.name} has trained {done:g} {name.split('_')[-1]} already, more than {run[name]:g}"
         have_it = f"--max_steps {checkpoint.step} to get its model"
         raise _refused(run, what, f"{have_it}, an older --resume_from_checkpoint, or --fresh", name)
     kept, course = _changes(run, old)
     notes = [*notes, *checkpoint.notes]
-    # The data is a stream, or from the Hub: no flag sets an older commit. Other data was refused.
+    # Only streams and Hub data can differ here, and no flag sets an older commit.
     if fingerprints.differ(old.get("data"), record.material(run, data_commit)["data"]):
         rows = ": the stream continues at the same rows, or with another round if the number of shards has changed"
         notes.append(f"the data has changed since the checkpoint{rows if run['dataset_streaming'] else ''}")
@@ -251,8 +251,8 @@ def _named(run: RunSpec) -> Path | None:
 def _began_from(named: Path, run: RunSpec, old: Json) -> bool:
     """True if the run that the folder holds began from this checkpoint, with the same settings.
 
-    Then the same command was started again, for example by a queue. Trainer itself would start from
-    the named checkpoint every time, and lose all steps since.
+    If so, the same command was started again, for example by a queue. Trainer itself would start
+    from the named checkpoint every time, and lose all later steps.
     """
     same = (old.get("run") or {}).get("began_from") == str(named.resolve())
     return same and not record.changes(old, run, [*record.IDENTITY, *record.CHANGES_COURSE])
@@ -275,8 +275,8 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _skip(checkpoint: Checkpoint) -> str:
-    """Archive a damaged checkpoint, or delete a checkpoint whose save was cut short: each kill
-    would leave one more on the disk. Returns the note about the checkpoint.
+    """Rename a damaged checkpoint; delete a checkpoint whose save was cut short, because otherwise
+    each kill would leave one more on the disk. Returns a line to print.
     """
     if "begun" in manifest_of(checkpoint.path):
         remove([checkpoint.path])
@@ -290,14 +290,14 @@ def _skip(checkpoint: Checkpoint) -> str:
 
 def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
-    if run["problem_type"] is None:  # the data decides it, and the data is the same
+    if run["problem_type"] is None:  # the data decides the type, and the data is the same
         changed.pop("problem_type", None)
     if run["use_peft"] and not run.explicit("dtype"):  # the dtype of frozen weights depends on the GPU
         changed.pop("dtype", None)
     now, remedies = record.material(run), {}
     for name, what in record.MATERIAL.items():
         then = old.get(what)
-        if now[what] and now[what] == then:  # under any path: Azure ML mounts inputs elsewhere at every start
+        if now[what] and now[what] == then:  # whatever the path: Azure ML mounts inputs elsewhere each time
             changed.pop(name, None)
             if what == "model":
                 changed.pop("model_revision", None)
@@ -310,7 +310,7 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
         what = f"{run['output_dir']} holds a run with {name} {then}, not {given}"
         raise _refused(run, what, f"use {remedies.get(name, '')}another --output_dir, or --fresh to archive that run")
     before, by = str(old.get("engine")), run.engine.title
-    if "DeepSpeed" not in before + by:  # of FSDP only the version matters
+    if "DeepSpeed" not in before + by:  # for FSDP, only its version matters
         before, by = before.partition(",")[0], by.partition(",")[0]
     if old and before != by and re.search("DeepSpeed|FSDP", before + by):
         raise mistake(
@@ -321,7 +321,7 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
 
 
 def _asks_for_more(run: RunSpec, old: Json) -> bool:
-    """True if the run is longer than the finished one, or if only training can tell."""
+    """True if this run is longer than the finished run, or if only training can show it."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
         return run["max_steps"] == -1 or run["max_steps"] > old["global_step"]
@@ -334,5 +334,5 @@ def _changes(run: RunSpec, old: Json) -> tuple[dict[str, tuple[Any, Any]], dict[
     and settings that take their new value.
     """
     kept = record.changes(old, run, record.KEPT_BY_RESUME)
-    kept = {name: values for name, values in kept.items() if values[0] or not name.endswith("_steps")}  # 0 is none
+    kept = {name: values for name, values in kept.items() if values[0] or not name.endswith("_steps")}  # 0 is not kept
     return kept, record.changes(old, run, record.CHANGES_COURSE)

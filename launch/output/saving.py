@@ -1,4 +1,4 @@
-"""A Trainer whose checkpoints count only when complete: flushed to the disk, with a manifest."""
+"""A Trainer that gives each checkpoint a manifest, once all files are flushed to the disk."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from recipes.run import Json, RunSpec
 class CommittingTrainer(Trainer):
     """Trainer that flushes and hashes a checkpoint's files in a thread during the next steps.
 
-    Only a checkpoint with a manifest is pushed to the Hub, or lets an older one be deleted. A kill
-    before that loses only this checkpoint. The manifest records the title of the `engine` and the
-    `identity` of the run.
+    When the manifest is written, the checkpoint may be pushed to the Hub, and older checkpoints are
+    deleted. A kill before then loses only the new checkpoint. The manifest records the title of the
+    `engine` and the `identity` of the run.
     """
 
     _saving: Future | None = None  # the thread's work on the last checkpoint
@@ -28,8 +28,8 @@ class CommittingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.engine = engine
         self.identity = identity
-        # Trainer would delete older checkpoints before the new one is complete, and at the end all
-        # but the best checkpoint, which may be damaged.
+        # Trainer would delete older checkpoints before the new one is complete. At the end it would
+        # keep only the best checkpoint, which may be damaged.
         self.limit, self.args.save_total_limit = self.args.save_total_limit, None
 
     def train(self, *args, **kwargs):
@@ -39,19 +39,15 @@ class CommittingTrainer(Trainer):
             self.finish_saving()
 
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is complete.
-
-        Raises `OSError` if the disk cannot take the data.
-        """
+        """Wait until the last checkpoint is complete. Raises `OSError` if the disk fails."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     def flush_model(self) -> Json:
-        """Flush the final model to the disk, before the run counts as finished.
+        """Flush the final model to the disk, before run.json says that the run has finished.
 
-        Returns the model's files for the record, as `checkpoints.described`; empty except on rank
-        0.
+        Returns the size and checksum of each file of the model; empty except on rank 0.
         """
         folder = Path(self.args.output_dir)
         if not self.args.should_save:
@@ -60,7 +56,7 @@ class CommittingTrainer(Trainer):
         return checkpoints.described(folder, checkpoints.model_files(folder))
 
     def write_card(self, run: RunSpec) -> None:
-        """Describe an adapter in its README.md, if that is still the form that peft leaves."""
+        """Write an adapter's README.md, if the file is still the empty template of peft."""
         file = Path(run["output_dir"], "README.md")
         if run["use_peft"] and file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
             self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
@@ -73,9 +69,9 @@ class CommittingTrainer(Trainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
             if checkpoints.manifest_of(folder).get("run") != self.identity:
-                remove([folder])  # abandoned: its files would become part of the new checkpoint
+                remove([folder])  # of another run: its files would become part of the new checkpoint
             checkpoints.begin(folder, step, self.engine, self.args.world_size, self.identity)
-        self.accelerator.wait_for_everyone()  # no rank writes into a folder that is removed
+        self.accelerator.wait_for_everyone()  # so that no rank writes before an old folder is removed
         super()._save_checkpoint(model, trial)
         names = self._names_on_all_nodes(folder)
         if self.args.should_save:
@@ -92,7 +88,7 @@ class CommittingTrainer(Trainer):
     def _names_on_all_nodes(self, folder: Path) -> list[str]:
         """Return the checkpoint's files, once all ranks have written and other nodes have flushed.
 
-        Files on the separate disks of other nodes are left out: only those nodes can read them.
+        Files on the separate disks of other nodes are left out, because rank 0 cannot read them.
         """
         self.accelerator.wait_for_everyone()
         is_first_of_node = self.args.local_process_index == 0

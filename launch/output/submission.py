@@ -36,22 +36,22 @@ def note(folder: Path, submission: Submission) -> None:
 
 
 def noted(folder: Path) -> Submission | None:
-    """Return the last submission for this folder, None if it is missing or damaged."""
+    """Return the last submission into this folder; None if its file is missing or damaged."""
     try:
         return Submission(**(read_json(folder / NAME)[0] or {}))
-    except TypeError:  # a field is missing, or there is one too many
+    except TypeError:  # a field is missing or unknown
         return None
 
 
 def announce(folder: Path, submission: Submission, found_at: Mapping[str, str], cancel: str) -> None:
-    """Note a submitted job, and print where to find it: `found_at` and the commands of `recipes`.
+    """Record a submitted job, and print where to find it (`found_at`) and how to follow it.
 
-    The job runs already, so a failure to write the note is reported and not raised.
+    The job exists already, so if submission.json cannot be written, that is only printed.
     """
     try:
         note(folder, submission)
     except OSError as error:
-        print(f"job not noted in {folder} ({error.strerror}): `recipes status` will not find it", file=sys.stderr)
+        print(f"{folder / NAME} not written ({error.strerror}): `recipes status` cannot show the job", file=sys.stderr)
     print(f"submitted job {submission.job}: {submission.title}")
     here = quote(str(folder))
     commands = {"status": f"recipes status {here}", "follow": f"recipes logs -f {here}", "cancel": cancel}

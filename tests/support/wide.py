@@ -15,7 +15,7 @@ LENGTH = 512  # tokens of a long text
 
 @cache
 def imported_gb() -> float:
-    """GB of RAM that a new process needs before it loads a model: 0.5, and 0.9 with CUDA's libraries."""
+    """GB of RAM that a new process needs before its model: 0.5, or 0.9 with CUDA's libraries."""
     code = "import deepspeed, launch.training.trainer, psutil; print(psutil.Process().memory_info().rss)"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return float(child.stdout.split()[-1]) / 1e9

@@ -18,7 +18,7 @@ MISTAKES = {
     "check --gpu T4 --bf16": "only emulated on compute capability 7.5",
     "check --gpu A100": "A100 40GB or A100 80GB",
     "check --gpu H1000": "H100 SXM",
-    "check --gpu L4 --azureml azureml/fast.yaml": "leave it out beside --azureml",
+    "check --gpu L4 --azureml azureml/fast.yaml": "use --azureml azureml/fast.yaml without --gpu",
     "check --accelerate_config fats": "Fix: fast",
     "plan --model 7B": "--gpu_memory GB",
     "plan --model 0B --gpu H100": "such as 7B",
@@ -54,7 +54,7 @@ MISTAKES = {
     f"submit azureml --compute c -- --dataset_name ./here.jsonl {MODEL}": "--data with an asset or uri",
     "submit azureml --compute c -- --fresh": "--output_uri",
     **{
-        f"submit azureml --compute c --data {place} -- {MODEL}": "is not a place in the cloud"
+        f"submit azureml --compute c --data {place} -- {MODEL}": "is neither a data asset nor a uri of storage"
         for place in ("azureml:texts", "azureml:texts:x:y", "hf://x")
     },
 }

@@ -195,7 +195,7 @@ def test_flags_of_the_launcher_are_named(place, capsys):
     folder = recorded(place / "out", "--bf16", launcher=launcher, processes=2)
     _, script, said = dry(capsys, folder)
     assert f"--config_file {shipped('standard.yaml')} " in script and "--num_processes 2" in script
-    assert "flags of the launcher are left out: --mixed-precision=bf16;" in said
+    assert "launcher flags that are not repeated: --mixed-precision=bf16;" in said
 
 
 def test_a_model_of_the_hub_is_taken_at_its_commit(place, capsys):

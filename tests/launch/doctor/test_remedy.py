@@ -43,7 +43,7 @@ def found(*words):
         (lambda number, _: number > 1, REFUSED, "now and then", 4),
         (lambda *_: False, KILLED, KILLED.fix, 2),
         (lambda *_: False, BROKEN, BROKEN.fix, 1),  # not a link
-        (lambda *_: False, REFUSED, "sets of switches helped; look", None),
+        (lambda *_: False, REFUSED, "sets of NCCL or gloo variables helped; look", None),
     ],
     ids=["once", "killed once", "now and then", "killed again", "not a link", "nothing mends"],
 )

@@ -128,7 +128,7 @@ def test_files_of_ones_own_travel_under_their_own_paths(project, capsys):
 def test_a_file_that_the_job_would_not_find_is_refused(project, monkeypatch, capsys):
     monkeypatch.chdir(project / "ours")
     assert main([*SUBMIT, "--recipe", "../ours.yaml"]) == 2
-    assert "copy it here, and name it ours.yaml" in capsys.readouterr().err
+    assert "copy the file here and give --recipe ours.yaml" in capsys.readouterr().err
 
 
 # --- A YAML that was edited: what Azure accepts and should not, and what it reports ---------------
@@ -153,7 +153,7 @@ def replaced(old: str, new: str) -> str:
     ("text", "what"),
     [
         # Azure's SDK sends all but the last, which it reports over many lines.
-        (edited("distribution.process_count_per_instance", 4), "distribution: accelerate launch starts the processes"),
+        (edited("distribution.process_count_per_instance", 4), "distribution: must be pytorch with one process per"),
         (edited("outputs.run.mode", "upload"), "keeps nothing if the job is preempted"),
         (edited("environment_variables.HF_TOKEN", "hf_" + "a1B2c3D4" * 4), "looks like a secret"),
         (replaced("--recipe fast", "--recipe fast --lerning_rate 1"), "--learning_rate"),

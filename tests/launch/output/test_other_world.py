@@ -24,7 +24,7 @@ def test_who_wrote_it_is_read_from_its_files(of_three, real_checkpoint):
     assert (writers(of_three), shards(of_three)) == (3, 3)
     assert (writers(real_checkpoint), shards(real_checkpoint)) == (1, 0)
     assert note(of_three, 3) is None
-    assert "written by 3 processes, 2 resume" in note(of_three, 2)
+    assert "written by 3 processes, and 2 resume" in note(of_three, 2)
 
 
 def test_a_failed_conversion_says_why_and_leaves_nothing(of_three, tmp_path):

@@ -314,7 +314,7 @@ def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(f
     assert outcome.code == 2 and "with packing False, not True" in outcome.output
     outcome = train_here(tiny_model, texts, finished, *other("--seed", "7"))
     assert outcome.code == 0 and "nothing to train" in outcome.output
-    assert "requested now but not trained: seed 7 (was 42)" in outcome.output
+    assert "not trained, because the run has finished: seed 7 (was 42)" in outcome.output
     outcome = train_here(tiny_model, texts, finished.with_name("new"), "--dataset_text_field", "nowhere")
     assert outcome.code == 2 and not finished.with_name("new").exists()
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
@@ -426,7 +426,7 @@ def test_what_was_given_up_is_never_taken_again(finished, found, tiny_model, tex
 
 def test_too_small_a_disk_is_refused_before_training(asked, tmp_path):
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(UserError, match="this run saves at least about"):
+    with pytest.raises(UserError, match="but this run saves about"):
         make_room(asked(tmp_path), 2 * free)
 
 

@@ -77,7 +77,7 @@ def test_four_processes_then_two_then_one_then_three(recipe, more, train):
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
     assert examples(here) == examples(there)
     assert not list(here.glob("converted-*"))
-    said = "checkpoint-11 was written by 1 process, 3 resume: the data and its order stay the same; random numbers"
+    said = "checkpoint-11 was written by 1 process, and 3 resume: the data and its order stay the same; random numbers"
     assert said in " ".join(outcome.output.split())
 
 

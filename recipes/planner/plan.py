@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from recipes.errors import Problem, UserError, mistake, plural
 from recipes.legal.schema import package_folder
-from recipes.planner.fits import Estimator, Planned, Planner, asks_for_a_micro_batch
+from recipes.planner.fits import Planned, Planner, asks_for_a_micro_batch, estimator_of
 from recipes.planner.published import Context, context_of
 from recipes.planner.sizes import SHAPES, description, is_size, read_config
 from recipes.planner.speed import link_of, mfu_of, unknown_compute
@@ -102,7 +102,7 @@ def plan_memory(
     request = replace(request, config=config.to_dict())
     gc.freeze()  # else collections visit every object of torch and transformers: a fifth of a plan's time
     host = round(host_memory * 1e9) if host_memory else None
-    planner = Planner(Estimator(config), card.memory_bytes, host, mfu, bytes_per_second)
+    planner = Planner(estimator_of(config), card.memory_bytes, host, mfu, bytes_per_second)
     legal, refused = _legal_runs(request, names)
     planned = [_made_to_fit(run, request, planner) for run in legal]
     fitting = [entry for entry in planned if entry.fits]
@@ -139,7 +139,7 @@ def plan_memory(
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int | None = None) -> Planned:
     """Plan a run at the largest micro-batch that fits `usable_bytes`; at the run's own if None."""
-    planner = Planner(Estimator(config), usable_bytes or sys.maxsize)
+    planner = Planner(estimator_of(config), usable_bytes or sys.maxsize)
     return planner.best(run) if usable_bytes else planner.at(run, run.batch.micro)
 
 

@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig, TrainingArgume
 from recipes import plan_memory
 from recipes.catalog import RECIPES
 from recipes.factories import arguments_for
-from recipes.planner.fits import Estimator, Planner
+from recipes.planner.fits import Planner, estimator_of
 from recipes.planner.trace import LiveBytes
 from recipes.quiet import silence
 from recipes.rules.check import check
@@ -65,7 +65,7 @@ def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
     place = here(world, engine, hardware=hardware, environment={}, trained_by="nobody", packages=frozenset())
     run = resolve(words[words.index("--recipe") :], place)
     assert not [problem for problem in check(run) if problem.severity == "error"], command
-    return run, Planner(Estimator(config), round(card * 1e9)).at(run, run.batch.micro)
+    return run, Planner(estimator_of(config), round(card * 1e9)).at(run, run.batch.micro)
 
 
 def real_trainer(model, run, rows: int, folder):

@@ -13,7 +13,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -29,9 +28,6 @@ from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.run import FIT, Json, RunSpec, fitted, resolve
 from recipes.run.batch import Batch
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 PROBE = __name__
 RESERVE = 0.05  # of the limit stays free, because in a long run lengths vary and memory fragments
@@ -247,7 +243,7 @@ def _requested(request: Json, world: World, folder: str) -> RunSpec:
     return replace(run, batch=batch)
 
 
-def _train_on_longest(run: RunSpec, args: TrainingArguments, world: World, tokenizer, data, limit_bytes: int) -> None:
+def _train_on_longest(run: RunSpec, args, world: World, tokenizer, data, limit_bytes: int) -> None:
     """Take two steps on copies of the longest example."""
     from launch.data.load import repeated_longest
     from launch.training.callbacks import StopOnNotANumber

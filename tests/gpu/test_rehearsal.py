@@ -59,6 +59,7 @@ def test_what_has_figures_is_not_run_again_and_what_the_budget_does_not_hold_is_
     assert done.returncode == 0 and done.stdout.count(NOT_RUN) == left
 
 
+@pytest.mark.slow
 def test_a_case_over_its_deadline_or_that_fails_says_so(tmp_path):
     assert measured("doctor", tmp_path, rehearse=True, deadline=0.01)["status"] == "failed: over its deadline"
     assert measured("no such case", tmp_path, rehearse=True, deadline=900)["status"].startswith("failed: ")

@@ -73,6 +73,7 @@ def test_what_one_rank_cannot_run_does_not_fit_and_the_runs_that_follow_train_wi
     assert "batch 1 x 2 x 2 = 4: the largest that ran here: peak" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_command_fits_alone(training, tmp_path):
     one = ["1" if word == "4" else word for word in training[2:]]
     words = ["-m", "launch", "fit", "--num_processes", "1", *one, "--output_dir", str(tmp_path), "--lora_r", "4"]

@@ -58,13 +58,6 @@ def finished(folder) -> Outcome:
     return Outcome(0, log(folder), record)
 
 
-def test_a_job_of_two_nodes_trains(cluster, tiny_model, texts, tmp_path):
-    flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(texts), "--max_length", "64"]
-    job, _ = submit(cluster, tmp_path, "--nodes", "2", "--", *flags, "--max_steps", "2", "--output_dir", "run")
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log(tmp_path)
-    finished(tmp_path)
-
-
 # --- Preempted by a job of higher priority, and requeued, also in containers ----------------------
 
 

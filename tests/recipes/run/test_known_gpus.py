@@ -41,7 +41,7 @@ def test_a_card_is_found_in_every_spelling_with_its_peak(name):
     [
         ("a100", "write A100 40GB or A100 80GB"),
         ("Tesla V100", "write V100 16GB or V100 32GB"),
-        ("A100 60GB", "one of A100 40GB, A100 80GB; or for `recipes plan` --gpu_memory GB"),
+        ("A100 60GB", "one of A100 40GB, A100 80GB; or, for `recipes plan`, --gpu_memory GB"),
     ],
 )
 def test_a_name_that_is_not_one_card_is_refused_with_those_of_its_chip(name, fix):

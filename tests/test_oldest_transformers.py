@@ -18,6 +18,8 @@ TESTS = (
     "recipes/test_factories.py",
     "launch/training/test_equals_handwritten_loop.py::test_losses_are_those_of_the_loop[standard-4-4-False]",
     "launch/scaling/test_scale.py::test_measuring_leaves_the_training_as_it_is",
+    "launch/training/test_sharded.py",
+    "launch/training/test_other_world.py",
 )
 
 
@@ -32,7 +34,7 @@ def test_the_same_tests_pass_with_the_oldest_supported_version(tmp_path):
     version = "import transformers; print(f'transformers=={transformers.__version__}')"
     found = subprocess.run([sys.executable, "-c", version], **oldest).stdout.strip()
     assert found and found in (ROOT / "tests" / "oldest.txt").read_text()
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TESTS)]
-    done = subprocess.run(words, **oldest)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    done = subprocess.run([*words, *(f"tests/{name}" for name in TESTS)], **oldest)
     # Indented, so that nobody takes its last line for the outer run's.
     assert done.returncode == 0, "\n".join(f"  {line}" for line in done.stdout.splitlines()[-60:])

@@ -201,7 +201,8 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
     """Create the model with random weights, which are equal on all ranks. On CPUs they are equal
-    under all engines too. Under ZeRO-3 a GPU draws random numbers, which differ from a CPU's.
+    under all engines too. Under ZeRO-3 a GPU draws random numbers, which differ from a CPU's,
+    and transformers before 5.23 does not scale GPT-2's residual projections.
     """
     known = config.get_text_config().vocab_size
     if vocabulary > known:

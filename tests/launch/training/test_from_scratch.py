@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from packaging.version import parse
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, __version__
 
 from launch.data.demo import demo_tokenizer
 from tests.support.models import load, problem, run_with
@@ -64,6 +65,9 @@ def test_the_seed_decides_the_weights(folder):
     ],
 )
 def test_other_engines_and_worlds_start_with_the_same_weights(recipe, processes, folder, one_process, texts, tmp_path):
+    old = parse(__version__) < parse("5.23")
+    if old and recipe == "memory_zero3" and "gpt2" in (folder / "config.json").read_text():
+        pytest.skip("this transformers initialises weights of GPT-2 that ZeRO-3 has emptied")
     flags = ["--recipe", recipe, *model_flags(folder, texts), *STEPS]
     flags += ["--bf16", "false"] if recipe.startswith("memory") else []
     script = ROOT / ("tests/support/fsdp_on_cpu.py" if recipe == "sharded" else "launch/train.py")

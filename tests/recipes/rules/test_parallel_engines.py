@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import transformers
+from packaging.version import parse
 
 from tests.support.parallel import ranks
 from tests.support.real_failures import assert_fires, torchrun
@@ -64,6 +66,7 @@ def _config(**sizes):
     return ParallelismConfig(**sizes)
 
 
+@pytest.mark.skipif(parse(transformers.__version__) < parse("5.23"), reason="other versions err in other ways")
 def test_without_a_sum_over_the_group_tensor_parallelism_doubles_losses(ddp, tmp_path):
     reports = ranks(tmp_path, 2, settings=of(4, deepspeed=TENSOR, average_tokens_across_devices=False))
     assert reports[0]["loss"][0] == pytest.approx(2 * ddp["loss"][0], rel=1e-5)

@@ -157,7 +157,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
     if run["use_peft"]:
         try:
             if strange := model.load_adapter(str(folder), "default").unexpected_keys:
-                raise ValueError(f"the model has no weights for {plural(len(strange), 'tensor')} such as {strange[0]}")
+                raise ValueError(f"the adapter has {plural(len(strange), 'unexpected tensor')} such as {strange[0]}")
         except Exception as error:  # anything: no adapter, other shapes, a damaged file
             what = f"the adapter in {folder} does not fit {run['model_name_or_path']}: {one_line(error)}"
             raise mistake("FOLDER", what, "give the adapter's base model, and all of the adapter's files") from None

@@ -63,7 +63,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
     )
     if not len(rows):
         listed = ", ".join(f"{name} ({len(split):,} rows)" for name, split in splits.items())
-        raise mistake(flag, f"the split {wanted!r} is empty", f"name a split that has rows: {listed}")
+        raise mistake(flag, f"the split {wanted!r} is empty", f"name another split: {listed}")
     return rows
 
 

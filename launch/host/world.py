@@ -251,7 +251,7 @@ def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def prepare_process(run: RunSpec) -> None:
-    """Prepare the environment, and DeepSpeed if it trains, before other libraries are imported."""
+    """Prepare the environment, and DeepSpeed if the run uses it. Call this before other imports."""
     prepare_environment(run)
     if run.engine.kind == "deepspeed":
         if not run["verbose"]:  # DeepSpeed prints a line for each operator that it has compiled

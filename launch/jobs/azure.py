@@ -371,7 +371,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
     if not name or mapping(mapping(content.get("outputs")).get(name)).get("mode", "rw_mount") != "rw_mount":
         what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
-        fix = "use --output_dir ${{outputs.run}}, and give that output mode: rw_mount"
+        fix = "use --output_dir ${{outputs.run}}, and write mode: rw_mount below outputs.run"
         yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
 
 
@@ -454,7 +454,7 @@ def _asking() -> Iterator[None]:
         yield
     except ClientAuthenticationError:
         fix = "run az login, or set DefaultAzureCredential's variables (AZURE_CLIENT_ID and others)"
-        raise mistake("azureml", "you are not logged in to Azure, or not with access to this workspace", fix) from None
+        raise mistake("azureml", "you are not logged in to Azure, or cannot access this workspace", fix) from None
     except (AzureError, ValueError) as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C while a log is streamed
             raise KeyboardInterrupt from None

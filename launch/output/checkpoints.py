@@ -261,8 +261,8 @@ def _is_readable(file: Path) -> bool:
 
 
 def _notes(path: Path, names: list[str]) -> list[str]:
-    """List, a line each, what the checkpoint lacks and a resume starts afresh, and that the
-    checkpoint was checked only in part.
+    """Return a line for each state that is missing, which a resume resets, and a line if the
+    checkpoint could be checked only in part.
     """
     result = []
     if not any(name.startswith(_OPTIMIZER) for name in names):

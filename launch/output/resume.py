@@ -183,7 +183,7 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
 
 
 def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
-    """Continue the folder's run from its newest checkpoint, or from where the run began."""
+    """Resume the run from its newest checkpoint, or else from the checkpoint that it began with."""
     own = old.get("run") or {}
     newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
     notes = [_skip(checkpoint) for checkpoint in damaged]

@@ -379,8 +379,8 @@ def require_hub(run: Settings) -> None:
         name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id
         api.auth_check(name, write=True)
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:
-        fix = "run `hf auth login` with a write token, or set --hub_model_id to a repository of yours; or leave"
-        raise mistake("push_to_hub", one_line(error), f"{fix} the flag out and `hf upload` the folder later") from None
+        fix = "run `hf auth login` with a write token, or set --hub_model_id to your repository; or leave out"
+        raise mistake("push_to_hub", one_line(error), f"{fix} --push_to_hub, and `hf upload` the folder") from None
 
 
 def build_trainer(

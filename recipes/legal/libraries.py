@@ -156,7 +156,7 @@ def liger() -> Json:
 def deepspeed() -> Json:
     """Return the keys of a DeepSpeed JSON. They are read from source: an import takes a second.
 
-    No class lists the top-level keys. The answer holds other words too, so no legal key is refused.
+    No class lists the top-level keys. The result holds other words too, so no legal key is refused.
     """
     folder = package_folder("deepspeed")
     if folder is None:

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 # In tests/benchmarks/published.py, one published value of torch's reserved memory is 3.5 % above
 # the plan. The others are at most 1.6 % above.
 MARGIN = 0.06
-
-_estimators: dict[Any, Estimator] = {}
+_estimators: dict[Any, Estimator] = {}  # by model, for all plans of this process
 
 
 # --- One model ------------------------------------------------------------------------------------
@@ -192,9 +191,7 @@ class Planned:
     host_bytes_per_node: int
     time: StepTime
     fits_gpu: bool = True
-    flags: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # added to make the run fit: checkpointing, a smaller evaluation batch
+    flags: Mapping[str, Any] = field(default_factory=dict)  # added so that the run fits, such as checkpointing
     moment: str = TRAINING  # the moment that needs the most GPU memory (memory.py)
     notes: tuple[str, ...] = ()  # for the user: changes, unusual kernels, memory that is not counted
 

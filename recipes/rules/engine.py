@@ -62,7 +62,7 @@ def each_process_has_a_gpu(run):
     here, gpus = min(run.local_world_size, -(-run.world_size // _machines(run))), len(run.hardware.gpus)
     if on_gpu(run) and run["ddp_backend"] != "gloo" and here > gpus:
         what = f"{here} on this machine, which has only {plural(gpus, 'GPU')}"
-        yield Problem("num_processes", what, f"--num_processes {gpus}", "the launch")
+        yield Problem("num_processes", what, f"--num_processes {gpus * _machines(run)}", "the launch")
     if run.engine.kind == "single" and run.world_size == 1 < gpus and not run["use_cpu"]:
         fix = f"{launch_with('standard.yaml')} --num_processes {gpus}"
         yield Problem("num_processes", f"is 1, so {gpus - 1} of {gpus} GPUs stay idle", fix, "the launch", "advice")

@@ -11,10 +11,10 @@ three modules:
             yield advice(run, name, "is ignored: the engine is not DDP", "leave it out")
 
 The name of a rule states what holds in a legal run. The docstring, or `why`, names the failure that
-the rule prevents: silently different training, a hang, or a failure after minutes. The probe finds
-what the libraries refuse at once, so no rule does. An error stops the run, advice does not. A run
-that would train as asked gets no error: an ignored setting gets advice. The test of a rule is an
-entry in CASES of the subject's test file: a run that breaks the rule, and the nearest legal run.
+the rule prevents: silently different training, a hang, or a failure after minutes. Errors that
+the libraries raise at once are found by the probe instead. An error stops the run, advice does not.
+A run that would train as asked gets no error: an ignored setting gets advice. A rule's test is an
+entry in CASES of its module's test file: a run that breaks the rule, and the nearest legal run.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
             SimpleNamespace(num_processes=run.world_size, distributed_type=type_, **engine)  # type: ignore[arg-type]
         )
     except ValueError as error:
-        fix = "choose sizes that fit the processes, under FSDP2; or leave it out"
+        fix = "use FSDP2, and sizes whose product is --num_processes; or leave the setting out"
         found.append(Problem("parallelism_config", str(error), fix, run.engine.parallelism.source))
 
 

@@ -123,7 +123,7 @@ def from_yaml(path: str | Path) -> Engine:
     """
     raw = read_yaml(path, "--accelerate_config")
     if not raw:
-        fix = "a file with compute_environment, distributed_type and num_processes, or one of `recipes where`"
+        fix = "use a file of `recipes where`, or write compute_environment, distributed_type and num_processes"
         raise mistake("--accelerate_config", f"{path} is empty, and accelerate launch refuses an empty file", fix)
     kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false
     dynamo, sizes = _section(raw, "dynamo_config"), _section(raw, "parallelism_config")

@@ -20,7 +20,7 @@ class Place:
     """The processes of a run and their machine, before the launch or in a launched process.
 
     `world_size` counts all processes, `local_world_size` the processes of one node. `packages` are
-    known to be installed on another machine, which will train; None if the run trains in this
+    those known to be installed on another machine that will train; None if the run trains in this
     environment. `yaml` is the engine of the Accelerate YAML that the user names for the launch;
     None means that the recipe decides. `launched` is True in a process of train.py: its environment
     variables then show which engine the launcher has set up. `trained_by` is train.py, the user's

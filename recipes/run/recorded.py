@@ -97,7 +97,7 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
         is_token = name.endswith("_token")  # only a push needs a token, and a login replaces it
         if name in given or (is_token and not (pushed and not place.environment.get("HF_TOKEN"))):
             continue
-        fix = f"--{name} with its value" + ", or any HF_TOKEN in the environment, or `hf auth login`" * is_token
+        fix = f"give --{name} again" + ", or set HF_TOKEN, or run `hf auth login`" * is_token
         severity = "advice" if is_token else "error"
         problems.append(Problem(name, f"holds a secret, which {NAME} does not keep", fix, severity=severity))
     return repeated

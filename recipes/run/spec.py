@@ -142,7 +142,7 @@ class RunSpec(Mapping):
 
     @property
     def outer_engine(self) -> Engine | None:
-        """The engine of the launch's YAML if train.py starts another engine inside; else None."""
+        """The Accelerate YAML's engine if train.py itself sets up another engine; else None."""
         yaml = self.place.yaml
         return yaml if yaml and yaml.source != self.engine.source else None
 

@@ -45,7 +45,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Return the changes to make at this size by gain, but first those that keep the global batch.
+    """Return the changes for this size, sorted by gain; those that keep the global batch first.
 
     If noise hides the causes, the only possible advice is a smaller world size.
     """
@@ -87,7 +87,7 @@ def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
 def _shorter(
     key: str, title: str, why: str, row: Timing, step: float, less: float, flags: Settings | None = None
 ) -> Advice:
-    """Return a change that makes a step of `step` seconds `less` seconds shorter."""
+    """Return a change that saves `less` seconds of a step that takes `step` seconds."""
     return Advice(key, title, why, step / max(step - less, step * 1e-3), row.num_processes, flags or {})
 
 

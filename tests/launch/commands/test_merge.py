@@ -126,7 +126,7 @@ def test_weights_that_have_no_place(adapter, tiny_model, tmp_path, capsys):
     shorter = LlamaForCausalLM(AutoConfig.from_pretrained(tiny_model, num_hidden_layers=1))
     shorter.save_pretrained(tmp_path / "shorter")
     code, said = merge(capsys, adapter, "--output", tmp_path / "merged", "--model_name_or_path", tmp_path / "shorter")
-    assert code == 2 and "the model has no weights for 14 tensors such as base_model.model.model.layers.1." in said
+    assert code == 2 and "the adapter has 14 unexpected tensors such as base_model.model.model.layers.1." in said
     assert not (tmp_path / "merged").exists()
 
 

@@ -318,6 +318,8 @@ def own_files(job: Job) -> list[Path]:
         elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
             what = f"{text} is not a file in the current folder, and a job uploads only such files"
             fix = f"use a name on the Hub, or copy the file here and give --{name} {path.name}"
+            if os.path.isdir(text):  # noqa: PTH112, of any text
+                fix = f"upload the folder with `hf upload`, and give --{name} its name on the Hub"
             problems.append(Problem(name, what, "use --data with an asset or uri" if is_data else fix))
     if problems:
         raise UserError(*problems)

@@ -541,12 +541,12 @@ class Memory:
         - FSDP2: only rank 0 reads the weights and sends them, unless `cpu_ram_efficient_loading` is
           off. Before rank 0 sends, each process casts all trained parameters to fp32
           (`fsdp2_prepare_model`), even a process that has read nothing.
-        - Weights in 4 bits: each process has a copy. For FSDP2, only one copy is counted.
+        - Weights in 4 bits: each process reads all of them, under FSDP2 too.
         - In all other cases each process holds the whole model.
         """
         run, weights = self.run, self.weights
         if weights.in_4_bits:
-            return self._stored_bytes * (1 if self.kind == "fsdp" else run.local_world_size)
+            return self._stored_bytes * run.local_world_size
         if self.kind == "deepspeed" and self.stage == 3:
             return 0 if run["from_scratch"] else weights.total * weights.file_width
         width = loaded_bytes(run)

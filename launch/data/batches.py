@@ -6,7 +6,7 @@ them.
 
 Packing reads only the examples' lengths and stores no tokens, because a row is built from the
 tokenized examples when the row is read. Packing a million examples takes 0.5 s; trl's
-`pack_dataset` takes 20 s and a second copy of the tokens. trl also cuts long examples silently,
+`pack_dataset` takes 20 s and copies all tokens. trl also cuts long examples silently,
 keeps rows with nothing to learn, and joins only within each thousand examples.
 """
 
@@ -36,14 +36,14 @@ class _Made(torch.utils.data.Dataset):
     length: int
 
     def __post_init__(self) -> None:
-        self._tables = self.examples.with_format("arrow")  # once, because this is forty times slower than reading a row
+        self._tables = self.examples.with_format("arrow")  # once: with_format takes as long as reading forty rows
 
     def cut(self) -> str:
         """Describe how many tokens max_length cuts from longer examples; empty if it cuts none."""
         lengths = lengths_of(self.examples)
         lost = int(np.maximum(lengths - self.length, 0).sum())
         share = f"{lost / max(1, lengths.sum()):.1%}"
-        return f", {lost:,} tokens cut ({share}): examples longer than {self.length:,}" if lost else ""
+        return f", {lost:,} tokens cut ({share}) from examples longer than {self.length:,}" if lost else ""
 
 
 class Cut(_Made):
@@ -137,8 +137,8 @@ def joins(run: Settings) -> bool:
 
 
 def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
-    """Return True for each example with something to learn. A micro-batch without these examples
-    would have a loss of nan.
+    """Return an array that is True for each example with something to learn. A micro-batch in which
+    no example has anything to learn would have a loss of nan.
 
     `first_learned` holds the position of each example's first label. Unless texts are joined, this
     label must lie within `max_length`, where examples are cut. Raises `UserError` if texts are
@@ -170,8 +170,8 @@ def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack examples by best-fit decreasing: longest first, each into the fullest row where it fits.
 
     Returns the indices of the non-empty examples, row after row, and the positions in this list
-    where each row begins and the last row ends. A longer example is cut to `limit` tokens. Bit `n`
-    of `spaces` is set while some row has `n` tokens left, so that finding a row needs no search.
+    where each row begins and the last row ends. Examples are cut to `limit` tokens. Bit `n` of
+    `spaces` is set while some row has `n` tokens left, so that finding a row needs no search.
     """
     lengths = np.minimum(lengths, limit)
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]

@@ -44,11 +44,11 @@ class Chat:
 def read_chat(
     row: Mapping[str, Any], column: str, tokenizer, assistant_only: bool, completion_only: bool
 ) -> Chat | None:
-    """Return the chat of a row; None if it has no messages, or if all its answers are excluded.
+    """Return a row's chat; None if the row has no messages, or if all its answers are excluded.
 
     `column` names the column of a whole chat, or is "completion", which continues the messages in
-    "prompt". The model reads, but does not learn, messages that `_teaches` rejects; with
-    `completion_only`, the prompt; with `assistant_only`, words that are not the assistant's.
+    "prompt". The model reads but does not learn: messages that `_teaches` rejects, the prompt if
+    `completion_only` is set, and words of roles other than assistant if `assistant_only` is set.
     """
     said = _messages_of(row[column], tokenizer)
     answers = [message for message in said if message["role"] == "assistant"]
@@ -187,7 +187,7 @@ class _Template:
         return spans
 
     def spans(self, teaches: Sequence[bool]) -> Spans:
-        """Return the spans of the messages to learn, with the template's text around a message."""
+        """Return the spans of the messages to learn, including the template's text around them."""
         found, count = [], len(self.chat)
         for learned, group in groupby(range(count), teaches.__getitem__):
             first, *rest = group
@@ -212,8 +212,8 @@ class _Template:
         """Return the index of the character where a message begins; for an answer, where the
         assistant's words begin.
 
-        Some templates write the earlier messages differently if no message follows. The index is
-        then that of the first character that changes with the message's content.
+        Some templates write the earlier messages differently if no message follows. For these
+        templates, find the first character that changes with the message's content.
         """
         message = self.chat[number]
         is_answer = message["role"] == "assistant"

@@ -39,7 +39,7 @@ def formats(run: Settings, columns: Collection[str]) -> list[Format]:
 
 
 def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
-    """Map old column names to new names. A column is left out if another column takes its name."""
+    """Map old column names to new names. A column is left out if another gets its name."""
     new = part.columns
     return {name: new.get(name, name) for name in names if name in new or name not in new.values()}
 
@@ -47,7 +47,7 @@ def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
 def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list[Problem]:
     """Return the reasons why rows with these columns cannot be read."""
     if absent := [name for name in part.columns if name not in columns]:
-        what = f"{part.name} has no column {absent[0]!r}; it has {', '.join(columns)}"
+        what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
         return [Problem(flag, what, "name columns that exist")]
     has = new_names(columns, part).values()

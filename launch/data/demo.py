@@ -40,7 +40,7 @@ def demo_corpus() -> list[str]:
 
 
 def held_out(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Split off every twentieth text for evaluation: both splits have modules from A to Z."""
+    """Split off every twentieth text for evaluation, so both splits have modules from A to Z."""
     kept = [text for number, text in enumerate(texts, start=1) if number % HELD_OUT_EVERY]
     return kept, texts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
 

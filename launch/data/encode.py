@@ -158,8 +158,8 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
         what = "has input_ids, labels or attention_mask that are not lists of equal length"
         raise mistake("dataset_name", what, "use lists of equal length in each row")
     if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
-        what = f"has token ids that the tokenizer does not know: its vocabulary has {vocabulary:,}"
-        raise mistake("dataset_name", what, "use ids of the model's own tokenizer, or texts, which are tokenized here")
+        what = f"has token ids that the tokenizer does not know: its vocabulary has {vocabulary:,} tokens"
+        raise mistake("dataset_name", what, "use ids of the model's own tokenizer, or a column of texts")
     if any(one not in (own, IGNORED) for own, one in zip_longest(ids, labels)):
         fix = f"set each label to the token at its position, or to {IGNORED} to ignore it: the model shifts the labels"
         raise mistake("dataset_name", "has labels that differ from its input_ids", fix)

@@ -69,10 +69,10 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     if wanted == REGRESSION or (wanted is None and any(isinstance(label, float | Decimal) for label in labels)):
         if not all(isinstance(label, _NUMBERS) for label in labels):
             what = f"regression learns numbers, but the column {name!r} holds other values"
-            raise mistake("problem_type", what, "leave it out, or use a column of numbers")
+            raise mistake("problem_type", what, "leave problem_type out, or use a column of numbers")
         return Target(REGRESSION, [name])
     kind, values = (feature.feature, {one for label in labels for one in label}) if is_list else (feature, labels)
-    # Lists of one length that hold only 0 and 1 are flags, one per class: they do not name classes.
+    # Lists of equal length that hold only 0 and 1 name no classes. They hold a flag for each class.
     lengths = {len(label) for label in labels} if is_list and isinstance(kind, Value) and values <= {0, 1} else set()
     if len(lengths) == 1 and (outputs := max(lengths)) > 1:
         names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
@@ -138,7 +138,7 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
 
 @dataclass
 class Labelled(Cut):
-    """Rows with the tokens of a text, and its label as `target` encodes the label."""
+    """Rows that hold the tokens of one text and its label, as `target` encodes the label."""
 
     target: Target
 
@@ -163,7 +163,7 @@ def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelle
             unknown.append(label)
     if unknown:
         what = f"has labels unlike the training labels: {', '.join(map(repr, unknown[:5]))}"
-        fix = "use rows whose labels the training data has too; shuffle rows that are sorted by label first"
+        fix = "use only labels that the training data has; if the rows are sorted by label, shuffle them first"
         raise mistake(flag, what, fix)
     examples = rows.select(np.flatnonzero(lengths_of(rows)))
     if not len(examples):

@@ -42,7 +42,7 @@ class Data:
     problem_type: str | None = None
 
     def collator_for(self, attention: str | None) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
-        """Return the collator for this attention: FlashAttention needs each example's start."""
+        """Return the collator for this attention; FlashAttention needs each example's start."""
         is_flash = isinstance(self.collator, Stack) and "flash" in (attention or "")
         return Stack(flash=True) if is_flash else self.collator
 
@@ -114,7 +114,7 @@ def _rows(
             raise nothing_to_learn(flag, run["max_length"])
         left_out = sum(map(len, tokens)) - sum(map(len, examples))
         together = datasets.concatenate_datasets(examples)
-        if None not in weights:  # a part that ends begins again, until each example was seen
+        if None not in weights:  # a part that ends begins again, until each part has ended once
             shares = [weight / sum(weights) for weight in weights]
             together = datasets.interleave_datasets(examples, shares, run["seed"], stopping_strategy="all_exhausted")
         rows = in_rows(run, together, tokenizer.pad_token_id or 0)
@@ -146,6 +146,6 @@ def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
 
 
 def shortened(text: str) -> str:
-    """Put an example on one line. A long text keeps its start and end; the end is often learned."""
+    """Put an example on one line. Of a long text, keep the start and the end."""
     text = text.replace("\n", "⏎")
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

@@ -36,18 +36,18 @@ from recipes.mixture import Part
 from recipes.run import Json, RunSpec
 
 WINDOW = 1_000  # examples that are packed and shuffled together
-PLACE = "place"  # the key of an example or a batch that holds the place where the stream continues after it
-SHARDS = 1024  # for rows on the disk: enough that the readers in any world get equally many rows
+PLACE = "place"  # the key under which an example or a batch holds the place where the stream continues
+SHARDS = 1024  # for rows on the disk: enough for nearly equal shares, whatever the number of readers
 
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """An endless stream of examples. Each example carries the place where the stream continues: the
-    number of the `window`, how many examples of the window were `taken`, and where the window
-    begins in each of the `parts`: the `round` (epoch), the reader's state (`rows`), and the number
-    of examples `used` after this state.
+    """An endless stream of examples. Each example carries the place where the stream continues:
+    `window` is the window's number, `taken` is how many of its examples were yielded, and `parts`
+    is where the window begins in each part: in which epoch (`round`), from which state of the
+    reader (`rows`), and after how many examples that follow this state (`used`).
 
-    Each of the `ranks` x workers readers reads its own rows. `places` maps a worker to the place
+    Each worker of each rank is a reader with its own rows. `places` maps a worker to the place
     where it resumes. The worker `turn` yields the first batch.
     """
 
@@ -104,7 +104,7 @@ class Stream(torch.utils.data.IterableDataset):
         of_parts = (self._of_part(number, reader, readers, first, at) for number, at in enumerate(place["parts"]))
         for window, found in enumerate(zip(*of_parts, strict=True), start=first):
             starts, tables = zip(*found, strict=True)
-            # The parts' examples alternate by their shares, also if rows are joined or unshuffled.
+            # Examples of all parts alternate by their shares, even if joined or not shuffled.
             even = np.concatenate([(np.arange(len(table)) + 0.5) / len(table) for table in tables if len(table)])
             examples = self._in_rows(pa.concat_tables(tables).take(np.argsort(even, kind="stable")))
             order = np.arange(len(examples))
@@ -115,7 +115,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Yield, for each window from `first` on, where it begins in a part, and its examples."""
+        """For each window from `first` on, yield where it begins in a part, and its examples."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -131,7 +131,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield start, pa.concat_tables(taken)
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Yield the place before each piece of a part, and its examples to learn, without end."""
+        """Yield the pieces of a part without end: the place before a piece, and its examples."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
         with naming(encode.source.part.name if self.parts[1:] else ""):
@@ -162,11 +162,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
-    """Return a reader's shards, its index among the readers that share these shards, and how many
-    share them. Readers that share shards take rows in turns.
+    """Return a reader's shards, its index among the readers that share these shards, and the number
+    of these readers. Readers that share shards take rows in turns.
 
     Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
-    rows are a new object, because `datasets` shares an epoch's number among a process's workers.
+    rows are a new object, because all workers of a process share the old object's epoch number.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)

@@ -53,8 +53,8 @@ _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_len
 _HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # keys that do not change tokens
 _INDEX = "index.json"
 
-# `learned` takes one bit per token, where labels would take four bytes: a learned token is its own
-# label. `first_learned` is the position of the first learned token, but not of the row's first one.
+# A learned token is its own label, so `learned` takes one bit per token, where labels would take
+# four bytes. `first_learned` is the position of the first learned token after a row's first one.
 _NUMBER = Value("int32")
 TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("bool")), first_learned=_NUMBER)
 
@@ -173,7 +173,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """Return the tokens of a part: from the cache, or made now by one process of each node.
 
     The other processes wait without a deadline. If the first process fails, the next one continues
-    after the last complete file, and fails at once. Raises `UserError` for the user's mistakes.
+    after the last complete file, and soon fails too. Raises `UserError` for the user's mistakes.
     """
     if not part.name:  # the demonstration, which is small
         splits = {}
@@ -259,7 +259,7 @@ def _contents(tokenizer) -> list:
 
 
 def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
-    """Map the tokens in a folder into memory. Returns None if it lacks rows that the run needs."""
+    """Map a folder's tokens into memory. None if the folder lacks rows that the run needs."""
     index = read_json(folder / _INDEX)[0]
     if index is None:
         return None

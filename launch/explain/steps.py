@@ -39,7 +39,7 @@ def gradient(trainee: Trainee, batch: torch.Tensor) -> None:
         with trainee.model.no_sync() if waits else contextlib.nullcontext():
             with torch.autocast(texts.device.type, _DTYPES[variant.dtype], enabled=variant.dtype != "fp32"):
                 loss = trainee.model(texts, labels=texts).loss
-            if variant.divide:  # micro-batches of equal length: the mean of means is the mean of all
+            if variant.divide:  # micro-batches have equal length, so the mean of means is the mean of all
                 loss = loss / len(micro_batches)
             scaler.scale(loss / trainee.smaller).backward()
     if variant.clip == "scaled":
@@ -78,7 +78,7 @@ def decoder(setup: Setup) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=_VOCABULARY, **sizes, **heads)).to(setup.device)
 
 
-def counting_hook(sent: Counter[str], bucket):  # no more annotations: they are strings here, which DDP refuses
+def counting_hook(sent: Counter[str], bucket):  # `bucket` is not annotated: DDP refuses annotations that are strings
     """Count a bucket of gradients, and call DDP's own all-reduce on the bucket."""
     sent["synchronisations"] += bucket.is_last()
     sent["bytes"] += bucket.buffer().nbytes

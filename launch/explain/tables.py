@@ -45,7 +45,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Topic:
-    """Variants, which are compared with the first variant.
+    """Variants to compare with the first variant.
 
     `gradients_of`: make gradients as small as in a mean over this many tokens; 0 changes nothing.
     """
@@ -61,7 +61,7 @@ _NOTES = (
     "speed: from the median step time, ± the error of so few steps; the variants take turns, step by step",
     "syncs and sent: synchronisations and bytes per step and rank, counted by a DDP communication hook",
     "loss: on the first step's examples after {STEPS} steps of SGD; it was {loss_before:.2f} before",
-    "gradient: norm in the first step, as SGD gets it, relative to row 1; off: relative difference of both gradients",
+    "gradient: norm in the first step, as SGD gets it, relative to row 1; off: relative difference from row 1",
     "zeroed: the share of the first row's nonzero gradient values that are zero here",
 )
 _LARGE_BATCH = 2**20  # tokens; with the few tokens of this training, almost no gradient underflows in fp16
@@ -72,14 +72,14 @@ _OF_16_BITS = (
 )
 _AT_ONCE = "the reference: one backward, one synchronisation, the activations of all 8 sequences in memory at once"
 _AT_EACH = "DDP averages after each backward, 8 times instead of once, and sends 8 times the bytes"
-_NO_SYNC = "gradients stay on their rank until the last backward: the same gradient, the activations of 1 sequence"
+_NO_SYNC = "gradients stay on their rank until the last backward; same gradient, activations of 1 sequence in memory"
 _UNDIVIDED = "the sum of 8 mean losses gives 8 times the gradient, as if the learning rate were 8 times as high"
 _DIVIDED = "each loss is divided by 4; one synchronisation"
 _AUTOCAST = "autocast alone; bf16 needs no scaler"
 _BOTH = "autocast inside no_sync; bf16 needs no scaler"
 _IN_ORDER = "scale each loss; then, once per optimizer step: unscale_, clip, step, update"
 _CLIPPED_SCALED = "the scaled gradient was clipped to a norm of 1, and unscale_ then divided it to almost nothing"
-_SCALED = "the loss is multiplied before backward and the gradient divided after it: small gradients survive"
+_SCALED = "the loss is multiplied before backward and the gradient divided afterwards, so small gradients survive"
 TOPICS = {
     "accumulation": Topic(
         "the same batch at once or in parts, with and without no_sync",
@@ -201,5 +201,5 @@ def goals(rows: list[Json]) -> tuple[list[str], list[list[str]]]:
         ["speed", *(_speed(row, first) for row in shown)],
         ["gradient is off by", *(f"{row['difference']:.1g}" for row in shown)],
         ["syncs per step", *(f"{row['synchronisations']:g}" for row in shown)],
-        ["can be combined", "yes: divide each loss by their number", "yes: unscale_ fp16 before clipping", "they are"],
+        ["can be combined", "yes: average micro-batch losses", "yes: unscale_ fp16 before clipping", "combined here"],
     ]

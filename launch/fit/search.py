@@ -30,7 +30,7 @@ from recipes.run import FIT, Json, RunSpec, fitted, resolve
 from recipes.run.batch import Batch
 
 PROBE = __name__
-RESERVE = 0.05  # of the limit stays free, because in a long run lengths vary and memory fragments
+RESERVE = 0.05  # the share of the limit to keep free: in a long run lengths vary and memory fragments
 _GRACE = 3  # seconds in which the other ranks may report why they fail, once one rank has failed
 _STEPS = 2  # the optimizer has its state from the second step on
 
@@ -63,8 +63,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
 
 
 def _start(run: RunSpec) -> Json:
-    """Return a valid content of fit.json as `kept`, or else the start of a search: the memory
-    `limit` of a process in bytes, the micro-batch to try first (`guess`), a `port` for the probes.
+    """Return the content of a valid fit.json as `kept`, or else what a search needs: a process's
+    memory `limit` in bytes, the micro-batch to try first (`guess`), and a `port` for the probes.
     """
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):
@@ -135,7 +135,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
 def _tokenize(run: RunSpec) -> None:
     """Tokenize the data for all probes, after the checks that need no tokens.
 
-    Probes must not tokenize: if the kernel killed one then, its micro-batch would seem too large.
+    Probes must not tokenize. If tokenizing filled the RAM, a micro-batch would seem too large.
     """
     from launch.data.tokens import of_parts
     from launch.output.resume import look_ahead
@@ -173,7 +173,7 @@ def _probe(request: Json, world: World, port: int) -> Json:
 
 
 def _probe_here(request: Json, world: World, port: int) -> Json:
-    """Run this rank's probe, and return its verdict. End the probe if another rank's has failed."""
+    """Run this rank's probe and return its verdict. End the probe if another rank's probe fails."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if "RANK" in environment:  # the probes form a process group of their own
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}

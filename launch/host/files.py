@@ -47,7 +47,7 @@ def require_writable(folder: Path, size: int = 1) -> None:
     """Raise `OSError` if no file of `size` bytes can be written into a folder. If the folder is
     missing, its nearest existing parent is tested.
 
-    The test writes a real file, because permissions do not show a read-only disk or limit root.
+    The test writes a real file, because a disk may be read-only, and root ignores permissions.
     """
     while not folder.exists():
         folder = folder.parent
@@ -78,7 +78,7 @@ def print_without_reader() -> None:
 
 # --- Why the machine refuses a write --------------------------------------------------------------
 
-# The system's error texts, which libraries quote in their own, and the start of each remedy.
+# The system's error texts, which libraries quote in their errors, and the start of each remedy.
 _REMEDIES = {
     "No space left on device|Disk quota exceeded": "Make room",  # perhaps out of inodes: `df -i`
     "Read-only file system": "Make the disk writable",
@@ -122,7 +122,7 @@ def end_workers_that_cannot_send() -> None:
     from multiprocessing.queues import Queue
 
     def end_worker(error: Exception, item: object) -> None:
-        print(f"a worker cannot send its batch: {one_line(error)}", file=sys.stderr, flush=True)
+        print(f"a DataLoader worker cannot send its batch: {one_line(error)}", file=sys.stderr, flush=True)
         if multiprocessing.parent_process() is not None:
             os._exit(1)
 

@@ -78,7 +78,7 @@ def listen() -> None:
     accelerate itself forwards no signal to a single process, and dies of SIGUSR1.
     """
     for number in PASSED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup or as a background job
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some
             signal.signal(number, _pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked the signals
 
@@ -109,7 +109,7 @@ def _exit_code_of(rank: int, code: int) -> int:
 
 
 def _exit_code_of_the_told() -> int:
-    """Print why the run ends, because its ranks ended too early to print. Return its exit code."""
+    """Print why the run ends, because its ranks ended too early to print. Return the exit code."""
     interrupted = signal.SIGINT in _received
     _say("interrupted" if interrupted else "told to stop: run the same command again")
     return 130 if interrupted else EXIT_CODE
@@ -144,8 +144,8 @@ def launcher_argv() -> list[str]:
 
 
 def first_environment() -> Mapping[str, str]:
-    """Return the environment that the user has set: that of the launcher at its start or, without
-    a launcher, of this process at its start. Launchers, libraries and our code set more later.
+    """Return the environment that the user has set: the launcher's at its start or, without a
+    launcher, this process's at its start. Launchers, libraries and our code add variables later.
     """
     try:
         return psutil.Process(os.getppid() if launcher_argv() else None).environ()
@@ -161,8 +161,8 @@ def threads_per_process(cores: int, processes: int) -> int:
 def own_threads() -> int | None:
     """Return the number in OMP_NUM_THREADS if the user has set it, else None.
 
-    Launchers set the variable too, mostly to 1, which leaves all other cores idle. This number is
-    not in the environment in which the launcher was started, so it is not returned.
+    Launchers set the variable too, mostly to 1, which leaves all other cores idle. The launcher's
+    number is not in the environment in which the launcher started, so it is not returned.
     """
     number = (first_environment() if launcher_argv() else os.environ).get(THREADS, "")
     return int(number) if number.isdigit() and number != "0" else None

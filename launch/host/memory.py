@@ -23,8 +23,8 @@ def limit(limit_bytes: int, cuda: bool) -> None:
     """Limit this process's GPU memory or RAM to `limit_bytes`, including what it holds already.
 
     Linux limits the RAM that a process reserves, and thread stacks reserve far more than they use.
-    So the process may reserve `limit_bytes`, minus the RAM resident now, beyond what it has
-    reserved. Raises `MemoryError` if more than `limit_bytes` is resident already.
+    So the limit is set to the RAM reserved now, plus `limit_bytes`, minus the RAM resident now.
+    Raises `MemoryError` if more than `limit_bytes` is resident already.
     """
     if cuda:
         import torch

@@ -80,7 +80,7 @@ class Child:
 
 @contextlib.contextmanager
 def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = os.environ) -> Iterator[list[Child]]:
-    """Call `main(folder)` of one of our modules in a new Python for each request, all at once.
+    """For each request, call `main(folder)` of one of our modules in a new Python, all at once.
 
     In `main`, `request(folder)` returns the request, and `answer` stores the result; both are JSON.
     The new processes run the same copy of our packages as this process, with the user's PYTHONPATH,
@@ -112,7 +112,7 @@ def answer(folder: str, content: object) -> None:
 
 
 def watch(children: Sequence[Child]) -> Iterator[list[int | None]]:
-    """Yield the exit codes 20 times a second until all have ended; None for a running process."""
+    """Yield all exit codes 20 times a second until all processes have ended; None means running."""
     while None in (codes := [child.process.poll() for child in children]):
         yield codes
         time.sleep(0.05)

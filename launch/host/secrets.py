@@ -42,7 +42,7 @@ def in_environment() -> set[str]:
 
 
 def hide(content: Any, secrets: Collection[str] = ()) -> Any:
-    """Return `content` (JSON types) with `***` for `secrets` and whatever looks like a secret."""
+    """Return `content` (JSON types) with `***` in place of `secrets` and texts that look secret."""
     if isinstance(content, dict):
         return {hide(name, secrets): hide(value, secrets) for name, value in content.items()}
     if isinstance(content, (list, tuple)):

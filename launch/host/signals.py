@@ -28,7 +28,7 @@ class Preempted(BaseException):
 
 
 class StopRequest:
-    """A request to stop this process. `signal` names the first signal received; None if none came.
+    """A request to stop this process. `signal` names the first signal; None before a signal came.
 
     `step` is the last optimizer step that has ended, of this run or of the run that it resumed.
     """
@@ -43,7 +43,7 @@ class StopRequest:
     def listen(self) -> None:
         """Handle the stop signals from now on."""
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 

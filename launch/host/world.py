@@ -270,7 +270,7 @@ def prepare_environment(run: RunSpec) -> None:
         os.environ.update({**alone, "MASTER_PORT": str(free_port()), **os.environ})
     if run["measure"]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a banner
-    if run["expandable_segments"]:  # torch reads one of the two at the first use of a GPU; the last entry wins
+    if run["expandable_segments"]:  # torch reads one of two variables at the first use of a GPU; the last entry wins
         others = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         words = ",".join(filter(None, (others, "expandable_segments:True")))
         os.environ.update(PYTORCH_ALLOC_CONF=words, PYTORCH_CUDA_ALLOC_CONF=words)

@@ -48,7 +48,7 @@ _OWN = """\
 
 
 def settings_help() -> str:
-    """Describe every recipe and setting. The names of settings are those that the check accepts."""
+    """Describe every recipe, and every setting that the check accepts."""
     fill = partial(textwrap.fill, width=110, break_on_hyphens=False)
     own = []
     for field in legal.run_flags().values():
@@ -115,7 +115,7 @@ def _changed(run: RunSpec) -> Iterable[str]:
 
 
 def batch(run: RunSpec) -> str:
-    """Describe how the global batch is split over processes, or groups that share examples."""
+    """Describe how processes, or groups that train on the same examples, split the global batch."""
     split, sharing = run.batch, run.engine.parallelism.sharing
     over = "world" if sharing == 1 else "data-parallel"
     words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
@@ -126,7 +126,7 @@ def batch(run: RunSpec) -> str:
 
 
 def schedule(run: RunSpec) -> str:
-    """Describe the learning-rate schedule, the run's length and max_length by their settings."""
+    """Return the settings of the learning-rate schedule, the run's length and max_length."""
     warmup = run["warmup_steps"]
     warm_up = f"warm-up of {warmup:.0%}" if 0 < warmup < 1 else f"warm-up of {plural(int(warmup), 'step')}"
     length = (
@@ -150,8 +150,8 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
     for note in earlier.notes:
         print_note(note, out)
     if earlier.finished:
-        where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
-        out.print(f"{escape(where)}: nothing to train. --fresh starts over, more --max_steps or epochs continue it.")
+        where = f"{run['output_dir']} holds a finished run of {earlier.step} steps: nothing to train"
+        out.print(f"{escape(where)}. --fresh starts over, a larger --max_steps or --num_train_epochs trains on.")
     elif earlier.checkpoint:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 

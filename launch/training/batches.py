@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """Return how many examples the last micro-batches of an epoch hold, over all processes, as
-    accelerate counts from the start of an epoch. If 0 or less, no used examples fill up a batch.
+    """Return how many examples of an epoch are left for its last micro-batches, over all processes.
+    A number of 0 or less means that no repeated examples fill up these micro-batches.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -37,7 +37,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Set the epoch of the loader's sampler, even if other samplers wrap this sampler."""
     sampler = loader
     while sampler is not None:
-        inner = getattr(sampler, "batch_sampler", None)  # `or` would need a length, which a stream's lacks
+        inner = getattr(sampler, "batch_sampler", None)  # `or` would call len(), which a stream's sampler lacks
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Record the place of the batch that is trained next, and return the batch without it."""
+        """Record the place of the next batch to train, and return the batch without the place."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet
@@ -124,7 +124,7 @@ class Places:
 
 
 def _with_place(collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]) -> dict[str, Any]:
-    """Collate rows, and add the place after the last row. Return only the error if a row is one."""
+    """Collate rows, and add the place after the last row. If a row is an error, return only it."""
     place = next((row[PLACE] for row in rows if isinstance(row[PLACE], Exception)), rows[-1][PLACE])
     if isinstance(place, Exception):
         return {PLACE: place}

@@ -108,7 +108,7 @@ class Progress(TrainerCallback):
         self.run, self.out = run, out
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.run["max_steps"] <= 0:  # the number of steps is known only now; `check` judges max_steps
+        if self.run["max_steps"] <= 0:  # the number of steps is known only now; `check` has judged max_steps
             print_problems(warmup_within(self.run, state.max_steps), self.out)
         self.first, self.began = state.global_step, time.monotonic()
 
@@ -145,7 +145,7 @@ class StepTiming(TrainerCallback):
         self.on = parts
         self.seconds: Counter[str] = Counter()  # part -> sum of its seconds over the timed steps
         self.sent: tuple[int, int, int] | None = None  # in one step, from `_counted`
-        # Micro-batches and number of items of the first timed step: the last step may be shorter.
+        # Micro-batches and number of items of the first timed step; the last step may be shorter.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
         self._cuda = cuda
         self._marks: deque[tuple[str, Any]] = deque()
@@ -175,7 +175,7 @@ class StepTiming(TrainerCallback):
 
     @property
     def step_time_off(self) -> float | None:
-        """The error of `step_time` in seconds, estimated from step times in parts of the run."""
+        """The error of `step_time` in seconds, from the mean step times of parts of the run."""
         size = max(1, len(self.durations) // _STRETCHES)
         starts = range(0, len(self.durations) - size + 1, size)
         means = [fmean(self.durations[start : start + size]) for start in starts]
@@ -198,7 +198,7 @@ class StepTiming(TrainerCallback):
         self._marks.append((part, now))
 
     def begin_step(self) -> None:
-        """Called before a step reads data: profile the last warm-up step, or time the parts."""
+        """Before a step reads data, profile the last warm-up step, or begin to time the parts."""
         if self.on and self.steps_trained == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
@@ -250,7 +250,7 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """Return the part that the time after a step is added to. Timings do not report "end"."""
+    """Return the name of the part that follows a step. The part "end" is not reported."""
     if state.global_step >= state.max_steps:
         return "end"
     if control.should_save or control.should_evaluate:
@@ -259,8 +259,8 @@ def _due(state: TrainerState, control: Any) -> str:
 
 
 def _counted(profiler: profile) -> tuple[int, int, int]:
-    """Return three numbers of the step that this process profiled: the micro-batches in which
-    gradients were reduced, all collectives, and the bytes of all collectives.
+    """Return three numbers of the step that this process profiled: how many micro-batches reduced
+    gradients, how many collectives ran, and how many bytes they carried.
 
     A reduce inside a micro-batch carries gradients. Gathers and broadcasts carry parameters,
     buffers and counts.

@@ -51,8 +51,8 @@ class OutOfMemory(Failure):
 
 @contextlib.contextmanager
 def explained_by(run: RunSpec) -> Iterator[None]:
-    """Attach the run to an error that leaves this block. `report` then prints the sources of the
-    run's values, and its newest checkpoint. In nested blocks, the innermost block's run is kept.
+    """Attach the run to an error that leaves this block. `report` then prints where the
+    run's values come from, and its newest checkpoint. Of nested blocks, the innermost run is kept.
     """
     try:
         yield
@@ -127,8 +127,8 @@ def _lost_a_rank(error: BaseException) -> bool:
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. An error of all ranks is printed once per node.
 
-    The first rank of each node prints a mistake or a bug. Another rank prints it only if the
-    launcher does not end this rank, because the first rank has then not met the error.
+    The first rank of each node prints a mistake or a bug. If the launcher does not end another rank
+    that failed, the first rank has not met the error, so the other rank prints it.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True
@@ -209,7 +209,7 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     ]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
-    # Remove flags that prevent a resume from the newest checkpoint; override those in a file.
+    # Remove flags that prevent a resume from the newest checkpoint; override such values in a file.
     resumed = {
         name: None if run.setting(name).source == COMMAND_LINE else value
         for name, value in {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}.items()

@@ -89,7 +89,7 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     content = described(config)
     known = replace(run, model=content)
     known = known.limited("max_length", max_positions(content), "the longest sequence of this model")
-    cls = auto_class(run)._model_mapping.get(type(config), None)  # None: its code comes with the weights
+    cls = auto_class(run)._model_mapping.get(type(config), None)  # None if the model's code comes with the weights
     refusal = run["attn_implementation"] == "flex_attention" and _refuses_flex(cls, content)
     if refusal and not run.explicit("attn_implementation"):
         known = known.overruled("attn_implementation", None, f"the model's default: {refusal}")
@@ -120,7 +120,7 @@ def _refuses_flex(cls: type | None, config: Json) -> str:
 
 
 def described(config: PreTrainedConfig) -> Json:
-    """Return the content of a config.json, with values also under names that all models share."""
+    """Return a config.json's content. Values also appear under the names that all models share."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
     content, text = {**config.to_dict(), **shared}, config
     with contextlib.suppress(ValueError):  # MusicGen has two parts of text
@@ -192,7 +192,7 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             flag, fix = "trust_remote_code", "read the model's own Python code, then set --trust_remote_code"
         elif attention and re.search("ttention|attn|`kernels`", str(error)):
-            flag, fix = "attn_implementation", "leave it out: the default is the best that the model supports"
+            flag, fix = "attn_implementation", "leave --attn_implementation out: the default is the best available"
         elif existing_path(name) is None:
             fix = "use a local folder; for the Hub, check the spelling, the network and `hf auth login`"
         cannot = f"{name or 'the demonstration'} cannot be loaded as a {what}: {one_line(error)}"
@@ -200,8 +200,8 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
-    """Create the model with random weights, which are equal on all ranks. On CPUs they are equal
-    under all engines too. Under ZeRO-3 a GPU draws random numbers, which differ from a CPU's,
+    """Create the model with random weights, which are equal on all ranks. On CPUs all
+    engines create equal weights. ZeRO-3 differs: there a GPU draws other random numbers than a CPU,
     and transformers before 5.23 does not scale GPT-2's residual projections.
     """
     known = config.get_text_config().vocab_size
@@ -210,7 +210,7 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
         raise mistake("from_scratch", what, f"set vocab_size {vocabulary} in the model's config.json")
     with _of_these_files(run, "model"):
         model = _built(run, config)
-    # Initialize again, because the layers' constructors drew random numbers, but not under ZeRO-3.
+    # Initialize again with the seed, because constructors draw random numbers, except under ZeRO-3.
     for module in model.modules():
         module._is_hf_initialized = False
     set_seed(run["seed"])
@@ -343,6 +343,6 @@ def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
     modules = {f".{name}": type(module).__name__ for name, module in model.named_modules()}
     if missing := [target for target in wanted if not any(name.endswith(f".{target}") for name in modules)]:
         linear = {name.rpartition(".")[2] for name, kind in modules.items() if re.search("Linear|Conv1D", kind)}
-        fix = "name some of " + ", ".join(sorted(linear)[:12])
+        fix = "choose from " + ", ".join(sorted(linear)[:12])
         raise mistake("lora_target_modules", f"the model has no module {', '.join(missing)}", fix)
     return wanted

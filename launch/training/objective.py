@@ -51,8 +51,8 @@ def filler(labels: torch.Tensor) -> float:
 
 
 def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with labels that Trainer counts correctly. Trainer counts each label other
-    than -100. But -100 may be a number to learn, and an example with several labels is one item.
+    """Return the batch with labels that Trainer counts correctly. Trainer counts each label except
+    -100. But regression may learn the number -100, and an example with several labels is one item.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.is_floating_point():

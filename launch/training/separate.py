@@ -1,6 +1,6 @@
 """A test that a model keeps the examples of a packed or padding-free row apart.
 
-The test runs a model, because source code does not show this. OPT accepts position_ids, but every
+The test runs a model, because its source code may mislead. OPT accepts position_ids, but every
 token attends to all earlier tokens. Layers with a state (Mamba, LFM2) keep it across examples.
 
 The test runs on a narrow copy, the twin, with random weights, before the model is loaded.
@@ -25,8 +25,8 @@ from recipes.errors import Problem, mistake
 from recipes.quiet import silence
 from recipes.run import RunSpec, Settings
 
-_FIRST, _SECOND = 5, 7  # tokens of the two examples: a block of 2, 4 or 8 tokens holds some of both
-_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # of widths: the first that leaves _LEAST_WIDTH and fits the heads is used
+_FIRST, _SECOND = 5, 7  # tokens of the two examples, so that a block of 2, 4 or 8 tokens holds tokens of both
+_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # the first that leaves _LEAST_WIDTH and fits the heads divides the widths
 _LEAST_WIDTH = 16
 _MOST_WEIGHTS = 60_000_000
 _WIDTHS = re.compile(r"(size|dim|dims|rank|embd|inner|width|d_head|d_model|d_ff|d_ssm)$|^dim_|_dim_|intermediate")
@@ -43,7 +43,7 @@ def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunS
     mixes = _twin_mixes(run, config) if packs else False
     if mixes is False:
         return run, []
-    what = f"a {config.model_type} model lets the examples of a row see each other"
+    what = f"{config.model_type} models let the examples of a packed row see each other"
     reason = what if mixes else f"it is unknown whether {what}"
     if run.explicit("packing"):
         raise mistake("packing", reason, "--packing_strategy wrapped, or --packing false")
@@ -72,8 +72,9 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
 
 
 def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
-    """True if the outputs of a row's second example depend on the first example. None if the last
-    output does not even depend on the token before it, as after a layer norm over a single number.
+    """True if the outputs of a row's second example depend on the first example. None if
+    gradients are not finite, or do not even show that the last token depends on the token before,
+    as after a layer norm over a single number.
     """
     embedded = []
 

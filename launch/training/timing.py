@@ -1,9 +1,9 @@
-"""The results of a run and, with `--measure`, the row of timings of its steps.
+"""The results of a run and, with `--measure`, the timings of its steps.
 
 After the training, one of its steps is repeated in pairs, without changing the weights: once with
 the collectives of gradients, once on the bare model without collectives. The difference is the
 exposed communication time. A step without collectives takes as long as with a perfect network. If
-such a step takes longer beside other processes than alone, the difference is contention.
+this step takes longer while other processes run than alone, the difference is contention.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from recipes.scaling.timings import PARTS, Timing, append, name_of
 # Disturbances change a short step most, so a short step is repeated more often, for one second.
 _TRIES, _MOST_PAIRS, _SECONDS_OF_PAIRS = 5, 40, 1.0
 _FEW_BYTES = 8
-# The jobs of one training may differ in these settings: output, length and batch.
+# Jobs that measure the same training may differ in these settings: output, length and batch.
 _OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_steps", "num_train_epochs"}
 
 
@@ -58,7 +58,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     ranks = gather_object([{**own, **{part: timing.seconds[part] / steps for part in PARTS}}])
     parts: Json = {part: fmean(rank[part] for rank in ranks) for part in PARTS if part != "communication"}
     step_time = sum(parts.values())
-    for part in ("logging", "saving"):  # one process writes, and the wait of the others is not `other`
+    for part in ("logging", "saving"):  # one process writes; count the wait of the others as writing too
         longest = max(rank[part] for rank in ranks)
         parts["other"] -= min(parts["other"], longest - parts[part])
         parts[part] = longest
@@ -122,7 +122,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
 
 
 def _command(run: RunSpec) -> str:
-    """Return the flags that define this training. Its rows at all sizes have the same flags."""
+    """Return the flags that define this training. They are the same on any number of processes."""
     given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
     flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
     return shlex.join(with_flags([], flags))
@@ -147,8 +147,7 @@ def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]
 
 
 def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
-    """Estimate the seconds of a micro-batch that do not depend on its size, by halving it.
-
+    """Estimate the seconds of a micro-batch that do not depend on its size, by timing half of it.
     None if it cannot be halved, because it is one example, or several joined into one row.
     """
     (batch, *_), items = trainer.timing.first_batches

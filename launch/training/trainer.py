@@ -65,7 +65,7 @@ class RecipeTrainer(CommittingTrainer):
     _evaluated: list[float] | None = None  # in an evaluation: the sum of item losses, and the number of items
     _items: Any = None  # the number of items in the last step or evaluation batch
     _checkpoint: str | None = None  # the checkpoint that was saved or read last
-    _owed: bool = False  # a signal cut short the evaluation of the checkpoint
+    _owed: bool = False  # True if a stop cut short the evaluation of the checkpoint
     _last_round: int = -1  # from examples_in_last_round
     _places: Places | None = None  # for a stream only
 
@@ -82,7 +82,7 @@ class RecipeTrainer(CommittingTrainer):
             self.model_accepts_loss_kwargs = False  # classifiers accept **kwargs but ignore the item count
         elif self.label_smoother is not None:
             # Trainer shifts labels only for class names that it knows (transformers#27161). Under
-            # FSDP2 and in remote code the names differ: the model would learn to repeat each token.
+            # FSDP2 and in remote code the names differ, so a model would learn to repeat tokens.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         self.num_parameters = parameter_count(self.model)  # before an engine shards them
@@ -109,8 +109,8 @@ class RecipeTrainer(CommittingTrainer):
         return output
 
     def make_readable(self, checkpoint: Path | None) -> None:
-        """Make a checkpoint readable that another number of processes wrote. All ranks call this
-        before `train` resumes from the checkpoint.
+        """Make the checkpoint of another number of processes readable for this run. All ranks call
+        this before `train` resumes from the checkpoint.
         """
         if self.any_world is not None:
             self.any_world.prepare(checkpoint)
@@ -147,7 +147,7 @@ class RecipeTrainer(CommittingTrainer):
         return 0
 
     def require_finite_weights(self) -> None:
-        """Raise `NotANumber` if a trained weight is NaN or infinite: no log covers the last update.
+        """Raise `NotANumber` if a trained weight is NaN or infinite. Logs miss the last update.
 
         All ranks call this, because under FSDP each rank sees only its own shards.
         """
@@ -255,7 +255,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         """Evaluate as Trainer does. If a stop cut short the last evaluation of the earlier run, the
-        first one here replaces it, also for the best model and for a scheduler that needs a metric.
+        first one here replaces it, and its metric updates the best model and the scheduler too.
         """
         owed, self._owed = self._owed, False
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)
@@ -288,7 +288,7 @@ class RecipeTrainer(CommittingTrainer):
         adapts = hasattr(self.model, "peft_config")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapts)
         state = get_model_state_dict(self.model, options=options)
-        if self.args.should_save:  # transformers 5.17 would let each rank write the file, the others an empty one
+        if self.args.should_save:  # in transformers 5.17 every rank would write the file, empty except on rank 0
             self._save(output_dir, state_dict=state)
 
     def _issue_warnings_after_load(self, load_result) -> None:
@@ -366,7 +366,6 @@ def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) 
 
 def require_hub(run: Settings) -> None:
     """Check, before hours of training, that the Hub accepts a push to the run's repository.
-
     Raises `UserError` with the Hub's own message.
     """
     if not run["push_to_hub"]:
@@ -379,8 +378,9 @@ def require_hub(run: Settings) -> None:
         name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id
         api.auth_check(name, write=True)
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:
-        fix = "run `hf auth login` with a write token, or set --hub_model_id to your repository; or leave out"
-        raise mistake("push_to_hub", one_line(error), f"{fix} --push_to_hub, and `hf upload` the folder") from None
+        fix = "run `hf auth login` with a write token, or set --hub_model_id to your repository"
+        fix += "; or leave out --push_to_hub, and run `hf upload` after the training"
+        raise mistake("push_to_hub", one_line(error), fix) from None
 
 
 def build_trainer(

@@ -57,7 +57,7 @@ def test_fast_packs_for_a_model_that_keeps_examples_apart_and_says_so_of_another
     torch.manual_seed(1)
     before = torch.get_rng_state()
     run, advice = with_separate_examples(run_with("somebody/model", recipe="fast"), config)
-    says = f"is off: a {config.model_type} model lets the examples of a row see each other"
+    says = f"is off: {config.model_type} models let the examples of a packed row see each other"
     assert run["packing"] is (config in APART)
     assert [(one.what, one.severity) for one in advice] == ([] if run["packing"] else [(says, "advice")])
     assert torch.equal(before, torch.get_rng_state())  # as in a run that tries nothing
@@ -91,5 +91,5 @@ def test_fast_trains_a_model_that_mixes_without_packing_and_says_so(tmp_path, te
     model = save(CausalLM.from_config(OPT), tmp_path / "opt")
     outcome = train_here(model, texts, tmp_path / "out", "--recipe", "fast", "--max_steps", "1")
     assert "advice " in outcome.output and "error " not in outcome.output
-    assert outcome.code == 0 and "a opt model lets the examples of a row see each other" in outcome.output
+    assert outcome.code == 0 and "opt models let the examples of a packed row see each other" in outcome.output
     assert outcome.record["settings"]["packing"]["value"] is False

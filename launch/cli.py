@@ -2,7 +2,7 @@
 
 The module of a command has a function `add_parser(commands)`, which adds the command's parser to
 argparse's `commands`. This parser sets `run`, the function that carries out the command. `run` gets
-the parsed options, and the arguments that the parser does not know: train.py's flags.
+the parsed options, and the arguments that the parser does not know, which are train.py's flags.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Command(NamedTuple):
     summary: str
     modules: tuple[str, ...]
     train_flags: bool = False  # the command accepts train.py's flags too
-    as_train: bool = False  # the command computes here, and reports a failure as train.py does
+    as_train: bool = False  # the command does its work in this process, and reports a failure as train.py does
 
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
@@ -78,7 +78,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0 done, 1 failed or the answer is no, 2 a mistake, 130 Ctrl-C."""
+    """Return the exit code: 0 done, 1 failed or a target is not met, 2 a mistake, 130 Ctrl-C."""
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also while a command is imported
@@ -126,7 +126,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _of_this_command(problem: Problem, options: argparse.Namespace) -> Problem:
-    """Return the problem. If a flag of this command was misspelt, the fix is the right flag."""
+    """Return the problem; if it is a misspelt flag of this command, with the right flag as fix."""
     from recipes.run.command_line import NOTHING_SIMILAR
 
     similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)

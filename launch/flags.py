@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 class Parser(argparse.ArgumentParser):
     """A parser that accepts `--num-processes` for `--num_processes`, as Hugging Face's parser does.
-    Flags cannot be abbreviated, because a flag of train.py could then match a flag of the command.
+    Flags cannot be abbreviated, because a flag of train.py could be taken for an abbreviation.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     def takes(self, run: Callable[..., int], table: str, **defaults: Any) -> None:
         """Add an argument for each line of `table`. The command calls `run` with the options.
 
-        Two spaces divide argument and help. The argument is `NAME`, `[NAME]` if it is optional,
+        Two spaces separate the argument from its help. An argument is `NAME`, `[NAME]` (optional),
         `--flag NAME`, or `--flag` for a switch. N is a whole number from 1; GB is any number.
         """
         for line in table.strip().splitlines():

@@ -1,6 +1,6 @@
 """Output for people: the console of one rank, tables, problems, and numbers with their units.
 
-`rich` is imported only to print: quick commands need only the functions for numbers.
+`rich` is imported only to print, because quick commands need only the functions for numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def value_text(value: object) -> str:
 
 
 def finish_printing() -> None:
-    """Flush stdout. If its reader has gone, drop the output, because Python would exit with 120."""
+    """Flush stdout. If its reader has gone, drop the output; else Python would exit with 120."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -66,8 +66,8 @@ def console(is_main: bool = True, stderr: bool = False) -> Console:
 def print_table(headings: list[str], rows: list[list[str]], stderr: bool = False, whole: bool = False) -> None:
     """Print a table. The first column holds names to copy, and is never cut.
 
-    No other cell is cut if the output is a file or a pipe, or with `whole`. A line may then be
-    wider than the terminal.
+    If the output is a file or a pipe, or with `whole`, no other cell is cut either, and a line may
+    be wider than the terminal.
     """
     from rich.table import Table
 

@@ -84,7 +84,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
         print_problems(advice, out)
         require_hub(run)
         finished = look_ahead(run)
-        if finished and world.nodes == 1:  # several nodes may not share the output folder
+        if finished and world.nodes == 1:  # each of several nodes may have its own output folder
             banner.print_earlier(finished, run, out)
             return
         with failure.catch_out_of_memory(run, argv, world, stop), world.meeting(run["ddp_timeout"]):

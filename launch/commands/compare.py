@@ -1,6 +1,6 @@
 """`recipes show`, `diff` and `compare`: print recipes and recorded runs, differences and results.
 
-`differences` finds all differences. `rerun` calls it too, to compare a record with the run here.
+The function `differences` finds all differences. `recipes rerun` calls the function too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recipes.run.metrics import is_figure, smaller_is_better
 from recipes.run.spec import COMMAND_LINE, LIBRARY, RunSpec, shown
 
 _SHOW = """
-NAME                   a recipe, shipped or your own: mine.yaml, mine.py:function; or a run: its folder, or run.json
+NAME                   a recipe: a shipped name, mine.yaml or mine.py:function; or a run: its folder or its run.json
 --diff OTHER           print only the differences from another recipe or run
 --num_processes N      for a recipe: processes in all, one per GPU [1]
 --global_batch_size N  for a recipe: examples per optimizer step [16]
@@ -55,7 +55,7 @@ def add_parser(commands: Commands) -> None:
 
 # --- What differs ---------------------------------------------------------------------------------
 
-ABSENT = {"value": None, "source": LIBRARY}  # for a setting that the version of the record did not have
+ABSENT = {"value": None, "source": LIBRARY}  # for a setting that did not exist when the record was written
 # Runs that differ in one of these, or in the contents of data or model, are different trainings.
 _TRAINING = (
     "task problem_type model_name_or_path model_revision from_scratch dataset_name dataset_config dataset_train_split "
@@ -68,8 +68,8 @@ _TRAINING = (
 class Row(NamedTuple):
     """A setting, or another fact about a run, that is not the same in all records.
 
-    `part` is the setting's source that is closest to what the user typed, or the part of the record
-    that holds the fact. `entries` has a dict per record: value, a setting's source and reason.
+    `part` is the setting's source, in the record where the source is closest to the command line;
+    for other facts, the part of the record. `entries` has a dict per record: value, source, reason.
     """
 
     part: str
@@ -89,8 +89,8 @@ def differences(records: Sequence[Json]) -> list[Row]:
     """Return the differences. Settings come first, and among them the settings that the user typed.
     Engine, world, contents of data and model, files, code, machine, versions, environment follow.
 
-    Where a run writes and what it prints is ignored, and so is another path to the same contents. A
-    fact that one record lacks is ignored, unless it is a setting, a package or a variable.
+    Settings of the output folder and of printing are ignored, and so are other paths to the same
+    contents. A fact that one record lacks is ignored, except a setting, a package or a variable.
     """
     rows = []
     for name in sorted({name for record in records for name in record["settings"]} - NO_DIFFERENCE):
@@ -109,12 +109,12 @@ def differences(records: Sequence[Json]) -> list[Row]:
 
 
 def _derivation(source: str) -> tuple[bool, bool, bool]:
-    """Return a sort key: how far a setting's source is from what the user typed for the run."""
+    """Return a sort key: how far a setting's source is from the user's command line."""
     return source != COMMAND_LINE, recorded.is_derived(source), source == LIBRARY
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
-    """Return a record's facts besides settings and results. Only a package version may be None."""
+    """Return facts that are neither settings nor results. Only a package version may be None."""
     hardware, world = record.get("hardware") or {}, record.get("world_size")
     gpus, code = hardware.get("gpus"), record.get("code") or {}
     nodes = world // (record.get("local_world_size") or world) if world else None
@@ -195,7 +195,7 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     trained = {name: entry["value"] for name, entry in around.get("settings", {}).items()}
     processes = options.num_processes or around.get("world_size")
     batch = options.global_batch_size or trained.get("global_batch_size")
-    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # train.py: its demonstration
+    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # train.py's own demonstration
     recipes = {name: _recipe_run(name, processes, batch, by) for name in names if name not in records}
     for name, run in recipes.items():  # the part of a record that is known before a run begins
         settings = {each: {**vars(run.setting(each)), "value": shown(each, run[each])} for each in run}
@@ -296,7 +296,7 @@ def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = Fals
 
 
 def results(records: list[Json]) -> dict[str, list[float | None]]:
-    """Return losses, evaluation metrics, speed and memory, where at least one run has them."""
+    """Return losses, evaluation metrics, speed and memory of each run, if any run has the value."""
     numbers = [_numbers(record) for record in records]
     evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
     metrics = sorted(filter(is_figure, evaluated))
@@ -319,7 +319,7 @@ def _numbers(record: Json) -> dict[str, float]:
 
 
 def _result_rows(records: list[Json]) -> list[list[str]]:
-    """Return a row per result, with each run's ratio to or difference from the first run."""
+    """Return a row per result. It compares each run with the first, by a ratio or a difference."""
     rows = []
     for name, (first, *others) in results(records).items():
         noise = [noise_can_make(name, records[0], record) for record in records[1:]]
@@ -374,7 +374,7 @@ def _target_row(metric: str, wanted: str, margins: list[float]) -> list[str]:
 
 # --- Differences that noise can make --------------------------------------------------------------
 
-_ALIKE = 0.02  # the share of a time by which two runs of the same training can differ
+_ALIKE = 0.02  # two runs of the same training can differ by this share of their time
 
 
 def noise_can_make(name: str, *both: Json) -> bool:

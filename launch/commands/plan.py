@@ -1,4 +1,4 @@
-"""`recipes plan`: print the memory of each recipe on any GPU, here or not, and the best recipe."""
+"""`recipes plan`: print the memory of each recipe on a GPU of any machine, and the best recipe."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _HEADS = {
 _EXPLANATION = f"""\
 batch: examples in a micro-batch x micro-batches in a step, on each GPU
 params: the weights, or this GPU's share of them, and the weights that are gathered at the same time
-grads: gradients at the moment of a step that needs most; 0 if gradients appear only while activations are freed
+grads: gradients at the moment of most memory in a step; 0 if gradients appear only while activations are freed
 optim: the optimizer's state, such as Adam's two moments, or this GPU's share of it
 activ: tensors that the forward pass keeps for the backward pass, and autocast's 16-bit weights
 logits: tensors as wide as the vocabulary: the head's output, the loss, and their gradients
 buffers: buckets of DDP and DeepSpeed, send buffers of FSDP, cuBLAS workspaces, the model's buffers
 cached: memory that torch has reserved in pieces too small to use; 0 if the other columns alone do not fit
 context: memory outside torch's allocator, for CUDA's driver and kernels and for NCCL
-total: the sum of these columns at the moment that needs most, not the sum of each column's own peak. nvidia-smi shows
-total for the process; torch's memory_reserved is total - context, and memory_allocated is total - context - cached
+total: the sum of these columns at the moment of most memory, not the sum of each column's own peak. For the process,
+nvidia-smi shows total; torch's memory_reserved is total - context, and memory_allocated is total - context - cached
 fits: yes if total fits the GPU with {MARGIN:.0%} to spare, and host fits the RAM given by --host_memory
 host: RAM of a node: the model during loading; later the offloaded states, and copies of the weights during a save
 step: seconds of an optimizer step: compute + exposed communication + offload
@@ -80,7 +80,7 @@ def as_json(plan: Plan) -> Json:
 
 
 def _part_as_json(part: object) -> Json:
-    """Return a part of the plan, with a recipe's sums under the names of torch's counters."""
+    """Return a part of the plan as JSON. A recipe's sums get the names of torch's counters."""
     content = {name: value for name, value in vars(part).items() if name != "run"}
     if isinstance(part, Planned):
         read = {"memory_allocated": part.components.allocated, "memory_reserved": part.components.reserved}
@@ -92,7 +92,7 @@ def _part_as_json(part: object) -> Json:
 
 
 def _print(plan: Plan, processes: int, details: bool) -> None:
-    """Print the answer and the table that shows why; with `details` also the assumptions."""
+    """Print the recommendation and the table behind it; with `details` also the assumptions."""
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
     longest = "" if plan.length == plan.asked_length else f", the model's longest ({plan.asked_length:,} requested)"
@@ -100,7 +100,7 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
     print(f"{plan.model}, {plan.parameters:,} parameters{trained}, sequences of {plan.length:,} tokens{longest}")
     if plan.shape:
         print(plan.shape)
-    print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan fits with {MARGIN:.0%} to spare\n")
+    print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan must leave {MARGIN:.0%} free\n")
     if plan.recommended:
         _print_answers(plan)
     else:
@@ -175,7 +175,7 @@ def _why(plan: Plan) -> str:
     """Return why the recommended recipe is the best of the recipes that fit."""
     if sum(entry.fits for entry in plan.recipes) == 1:
         return "which fits"
-    return "with least communication and offload of those that fit" if plan.unknown_compute else "the fastest that fits"
+    return "which fits with the least communication and offload" if plan.unknown_compute else "the fastest that fits"
 
 
 def _print_splits(plan: Plan, processes: int) -> None:
@@ -194,7 +194,7 @@ def _print_splits(plan: Plan, processes: int) -> None:
 
 def _print_next_steps(plan: Plan) -> None:
     """Print the changes to try if nothing fits on the GPU or in the RAM of a node."""
-    enough = "more RAM" if plan.short_of_ram else "more GPUs with sharded or memory_zero3"
+    enough = "more RAM" if plan.short_of_ram else "more GPUs with the recipe sharded or memory_zero3"
     short = "nothing fits as requested"
     if plan.short_of_ram:
         needed = min(entry.host_bytes_per_node for entry in plan.recipes if entry.fits_gpu) * (1 + MARGIN)

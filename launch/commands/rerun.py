@@ -70,7 +70,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print_note(f"the recorded run was resumed {resumed}, so an uninterrupted rerun is not equal bit for bit", out)
         refusals.append(f"the recorded run was resumed {resumed}")
     if options.exact and refusals:
-        fix = "undo what is listed above, or leave out --exact: the rerun may then not be equal bit for bit"
+        fix = "undo what is listed above, or leave out --exact if the rerun need not be equal bit for bit"
         raise UserError(*run.problems, *(Problem("exact", what, fix) for what in refusals))
     here_too = {"accelerate_config": yaml, "processes_per_node": processes, "dry_run": options.dry_run}
     return submit(Local(), words, recipe=recipe, **here_too)
@@ -123,7 +123,7 @@ _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 def _matters(row: Row, record: Json, run: RunSpec) -> bool:
     """True if the difference can change the training. False if it follows from another difference,
-    or if one of the two versions of the libraries lacks the setting.
+    or is in a setting that was unknown to the version of the libraries in the record or here.
     """
     name, then = row.name, row.values[0]
     if row.part == "contents":  # missing data or a missing model is reported elsewhere
@@ -141,5 +141,5 @@ def _matters(row: Row, record: Json, run: RunSpec) -> bool:
         return record.get("world_size") in (None, run.world_size)
     if run.setting(name).source == COMMAND_LINE:
         return True
-    given_again = not recorded.is_derived(row.entries[0]["source"])  # and is refused if it is not legal here
+    given_again = not recorded.is_derived(row.entries[0]["source"])  # the rerun refuses such a value if not legal
     return name not in recorded.at_a_place(record) and (recorded.is_legal(name, then) or not given_again)

@@ -30,7 +30,7 @@ from recipes.run import resolve, with_flags
 from recipes.run.engine import from_yaml
 from recipes.run.files import find_yaml, shipped
 
-_RECIPE = "--recipe NAME  one of `recipes list`, or a file of your own [the recipe in --config, or standard]\n"
+_RECIPE = "--recipe NAME  a name from `recipes list`, or a file of your own [the recipe in --config, or standard]\n"
 _YAML = "--accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own\n"
 _HERE = "--num_processes N  processes on this machine [num_processes of your own Accelerate YAML, or one per GPU]\n"
 _SUBMIT = f"""
@@ -56,8 +56,8 @@ def add_parser(commands: Commands) -> None:
     commands.add_parser("fit").takes(fit, _RECIPE + _HERE + _YAML)
     targets = commands.add_parser("submit").add_subparsers(dest="target", required=True, metavar="|".join(TARGETS))
     for name, target in TARGETS.items():
-        epilog = f"Defaults of the target's own flags, from --{fields(target)[0].name} on, can be set under "
-        epilog += f"`{name}:` in {site_file()}; the command line overrides them."
+        epilog = f"Defaults of --{fields(target)[0].name} and of all flags listed after it can be set under "
+        epilog += f"`{name}:` in {site_file()}; the command line overrides these defaults."
         usage = f"recipes submit {name} [flags] -- [train.py flags]"
         parser = targets.add_parser(name, usage=usage, help=target.HELP, description=target.HELP, epilog=epilog)
         parser.takes(submit_run, _SUBMIT, nodes=1)
@@ -139,7 +139,7 @@ def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def in_own_yaml(name: str | None) -> int | None:
-    """Return `num_processes` of the user's own Accelerate YAML; None for a shipped YAML or none."""
+    """Return `num_processes` of the user's own Accelerate YAML; None without a YAML of the user."""
     if name is None:
         return None
     file = find_yaml(name)

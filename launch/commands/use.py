@@ -1,6 +1,6 @@
 """`recipes evaluate`, `generate` and `merge`: measure or try the model of a run, merge its adapter.
 
-All three load the model as the run did: same tokenizer and precision, an adapter with its base.
+All three load the model as the run did, with the same tokenizer, precision and base of an adapter.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MERGE = f"""
 --output FOLDER             where to write the model [FOLDER/merged]
 --model_name_or_path MODEL  the base model [the run's base model]
 """
-# How far the merged logits may be from those of adapter plus base, relative to the largest logit.
-# The merged weights are rounded to the type of the base model.
+# The largest difference, relative to the largest logit, that is allowed between the logits of the
+# merged model and of base plus adapter. Merged weights are rounded to the type of the base model.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 INPUTS, LENGTH = 3, 16  # sequences that both models get, and tokens of each
 # Settings that turn off what only a training does, such as saving and reporting.
@@ -85,7 +85,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     run = _run_of(folder, argv, {**_OFF, **other, "output_dir": scratch}, "train.py")
     if not run["dataset_test_split"]:
         what = "the run has no held-out data to evaluate on"
-        raise mistake("dataset_name", what, "--dataset_name FILE_OR_ID of other data with the same columns")
+        raise mistake("dataset_name", what, "add --dataset_name FILE_OR_ID: other data with the same columns")
     require_legal(run)
     prepare_process(run)
     from launch.data.load import load_data
@@ -145,7 +145,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
 
 
 def _record_of(folder: Path) -> Path:
-    """Return the run.json of a folder; for a checkpoint or merged model, of the run around it."""
+    """Return the run.json of a folder. A checkpoint or merged model has it in the folder above."""
     own, around = recorded.file_of(folder), recorded.file_of(folder.parent)
     return around if folder.is_dir() and not own.is_file() and around.is_file() else own
 

@@ -29,10 +29,10 @@ _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 
 
 _FLAGS = f"""
---num_processes N       processes in all, one per GPU [all GPUs; 2 on a CPU]
---nodes N               number of nodes [srun's, or 1]
+--num_processes N       processes in all, one per GPU [all GPUs; without GPUs 2, or one on each of several nodes]
+--nodes N               number of nodes [the nodes of srun, or 1]
 --main_process_ip NAME  address of node 0 [MASTER_ADDR]
---main_process_port N   a free port on node 0 [MASTER_PORT]
+--main_process_port N   a free port on node 0 [MASTER_PORT, or 29400]
 --timeout N             seconds for all checks together [{TIMEOUT}]
 --json                  print JSON, for scripts
 """
@@ -101,7 +101,7 @@ def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int
 
 
 def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:
-    """Yield all checks. `earlier` holds the checks made so far, which later checks read."""
+    """Yield all checks. The caller adds each check to `earlier`, which later checks read."""
     from launch.doctor import machine, network, remedy  # no other command needs these modules
     from launch.doctor.machine import Check
 

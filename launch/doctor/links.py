@@ -29,7 +29,7 @@ from recipes.run import Json
 from recipes.run.hardware import Gpu
 
 _FAR_BELOW = 0.25  # warn below this share of the link's usual speed
-_SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn above so many median times; a CPU is also used by others
+_SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn if a rank takes more than so many times the median; a CPU is shared
 _NEVER = timedelta(days=1)  # probe.py, which sees all ranks of the node, ends a wait that is too long
 _MIB = 1 << 20
 
@@ -111,7 +111,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def start(rank: Rank) -> Check:
-    """Use this rank's GPU, or its share of the cores. Comes after the import of torch."""
+    """Set the number of CPU threads and, with CUDA, run a small operation on this rank's GPU."""
     torch.set_num_threads(rank.asked["threads"])
     if not rank.cuda:
         return Check("ok", "gloo", f"from torch {torch.__version__}")
@@ -171,7 +171,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
     known = numbers(**{"all-reduce": (reached, "bytes/s"), "latency": (latency, "s")})
     text = f"all-reduce {reached / 1e9:,.2f} GB/s over {link}{f' ({speed / 1e9:,.1f} GB/s)' if speed else ''}"
     if speed and reached < _FAR_BELOW * speed:
-        fix = "set NCCL_DEBUG=INFO to see which links NCCL uses, run `nvidia-smi nvlink -s` to see if NVLink is off"
+        fix = "see which links NCCL uses, with NCCL_DEBUG=INFO, and whether NVLink is on, with `nvidia-smi nvlink -s`"
         return Check("warning", "bandwidth", f"{text}: far below the link's speed", fix, known)
     return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for a single number", numbers=known)
 

@@ -219,8 +219,8 @@ def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
 def driver_of_gpus(request: Request) -> Check | None:
     version, problem = driver()
     if problem:
-        fix = "see `dmesg | grep -i nvrm`; reboot if the driver was updated; check that no other program has its name "
-        return Check("error", "driver", problem, f"{fix}(`command -v nvidia-smi`)")
+        fix = "see `dmesg | grep -i nvrm`; reboot if the driver was updated; check by `command -v nvidia-smi` that no "
+        return Check("error", "driver", problem, f"{fix}other program is called nvidia-smi")
     if not version and request.hardware.cuda:
         return Check("warning", "driver", "unknown, because nvidia-smi is missing", "install nvidia-smi")
     return Check("ok", "driver", version) if version else None
@@ -229,7 +229,7 @@ def driver_of_gpus(request: Request) -> Check | None:
 def gpu_memory(request: Request) -> Check | None:
     """Check the free memory of all GPUs, and list the programs that use a GPU."""
     cells = smi_rows("--query-gpu=index,memory.free,memory.total")
-    rows = [list(map(int, row)) for row in cells if all(cell.isdecimal() for cell in row)]  # of a MIG: [N/A]
+    rows = [list(map(int, row)) for row in cells if all(cell.isdecimal() for cell in row)]  # a MIG has [N/A]
     others = ", ".join(f"{row[-1]} (pid {row[0]})" for row in smi_rows("--query-compute-apps=pid,process_name"))
     if not rows:
         return None
@@ -261,7 +261,7 @@ def limits(request: Request) -> Check:
             shown = f"{memory_size(has) if unit > 1 else has} {what}"
             fix = f"`ulimit -S -{flag} {'unlimited' if most == resource.RLIM_INFINITY else most // unit}`"
             if most != resource.RLIM_INFINITY and most < few:
-                fix = f"set a hard limit above {most // unit}: /etc/security/limits.conf, docker --ulimit"
+                fix = f"set a hard limit above {most // unit} in /etc/security/limits.conf or by docker --ulimit"
             return Check(status, "limits", shown, fix, fatal=status == "error")
     locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
@@ -295,7 +295,7 @@ def disk(request: Request) -> Check:
 
 
 def caches(request: Request) -> Check:
-    """Check the free space in Hugging Face's folders for models and data sets, even if missing."""
+    """Check the free space for models and data sets in Hugging Face's folders, existing or not."""
     names = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
     places = [hf_home(os.environ).absolute(), *(Path(os.environ[name]) for name in names if os.environ.get(name))]
     fix = f"export HF_HOME=FOLDER with a writable folder that has space (also {' and '.join(names)}, if they are set)"
@@ -365,5 +365,5 @@ def compiler(request: Request) -> Check | None:
         return None
     if found := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"):
         return Check("ok", "compiler", found)
-    what = "missing: a C++ compiler, with which DeepSpeed builds its Adam for offload (recipe memory)"
+    what = "no C++ compiler is found, so DeepSpeed cannot build its Adam for offload (recipe memory)"
     return Check("warning", "compiler", what, "apt install g++ python3-dev, or another compiler; then see `ds_report`")

@@ -101,7 +101,7 @@ class _Receive(socketserver.StreamRequestHandler):
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[list[int]]:
-    """Listen on several ports, and yield them. The system chooses them, as for gloo and NCCL.
+    """Listen on several ports that the system chooses, as for gloo and NCCL. Yield the ports.
 
     Each port answers a client that has sent _LARGE bytes. Raises OSError for an unusable address.
     """
@@ -111,14 +111,14 @@ def _listening(address: str) -> Iterator[list[int]]:
 
 
 def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
-    """Return the ports or packets that do not reach an address, and the fix; None if all arrive."""
+    """Return which ports or large packets do not reach an address, and the fix; None if all do."""
     with ThreadPoolExecutor(len(ports)) as pool:
         silent = list(filter(None, pool.map(lambda port: not _answers(address, port) and port, ports)))
     if silent:
         file = Path("/proc/sys/net/ipv4/ip_local_port_range")
         first, last = file.read_text().split() if file.exists() else (32768, 60999)
-        what = f"{len(silent)} of {len(ports)} ports of {address} do not answer within {_SECONDS:.0f} s, from "
-        what += f"{silent[0]} to {silent[-1]}: filtered"
+        what = f"{len(silent)} of {len(ports)} ports of {address}, from {silent[0]} to {silent[-1]}, do not answer "
+        what += f"within {_SECONDS:.0f} s: they are filtered"
         return what, f"open TCP ports {first} to {last} in the firewall (iptables -I INPUT -i {device} -j ACCEPT)"
     if _answers(address, ports[0], bytes(_LARGE)) or _answers(address, ports[0], bytes(_LARGE)):  # retry if busy
         return None
@@ -171,7 +171,7 @@ class Meeting:
         return said
 
     def listen(self) -> None:
-        """Start to listen, on node 0. Raises OSError if it fails, or if the address is not ours."""
+        """Start to listen, on node 0. Raises OSError if the port or the address cannot be used."""
         meeting = self
 
         class Hear(socketserver.StreamRequestHandler):
@@ -187,7 +187,7 @@ class Meeting:
     def hear(self, node: int, turn: int, own: Json, seconds: float | None = None) -> list[Json | None]:
         """On node 0, add the message of a node to a round, and return the messages of all nodes.
 
-        Only node 0 itself gives `seconds`. When these are over, the round is over for all nodes.
+        Only node 0 itself gives `seconds`. After so many seconds the round ends for all nodes.
         """
         with self.changed:
             said = self.heard.setdefault(turn, [None] * self.request.nodes)
@@ -233,7 +233,7 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
 
 
 def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
-    """Return why the nodes cannot meet, and the fix. Each node tries its link to the next node."""
+    """Return why the nodes cannot meet, and the fix. Each node checks its link to the next node."""
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
     socket.getaddrinfo(request.address, None, family=socket.AF_INET)
     if request.machine_rank == 0:
@@ -273,8 +273,8 @@ def _not_met(request: Request, error: OSError) -> tuple[str, str]:
     where = f"{request.address}:{request.port}"
     if request.machine_rank:
         what = f"node 0 at {where} did not answer within {request.timeout * _JOINING:.0f} s"
-        fix = "run the doctor on node 0 at the same time, with its address as --main_process_ip, and read its checks"
-        return what, f"{fix}; node 0's firewall must let {where} through"
+        fix = "run the doctor on node 0 at the same time, and read the checks printed there; on all nodes give "
+        return what, f"{fix}node 0's address as --main_process_ip; node 0's firewall must let {where} through"
     if error.errno == errno.EADDRNOTAVAIL:
         own = ", ".join(f"{one} ({name})" for name, one in interfaces().items() if name != "lo")
         what = f"{request.address} does not lead to this node, which is node 0 and has the addresses {own or 'unknown'}"

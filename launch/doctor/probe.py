@@ -69,7 +69,7 @@ def probe_run(
 ) -> tuple[list[Check], StageFailure | None]:
     """Run the ranks of this node until they end or hang. Return the checks and the failure, if any.
 
-    No rank is left behind. Rank 0 listens on `port`. `chosen` are environment variables of ranks.
+    All ranks have ended afterwards. Rank 0 listens on `port`. `chosen` are variables set for ranks.
     """
     first = request.machine_rank * request.processes_per_node
     of_all = {
@@ -116,7 +116,7 @@ def _wait(ranks: list[processes.Child], request: Request) -> bool:
 
 
 def patience(request: Request, stage: str) -> float:
-    """Return the seconds after which a stage counts as hanging."""
+    """Return after how many seconds a stage is treated as hanging."""
     return min(_COLLECTIVE_SECONDS, request.timeout * _OF_TIMEOUT) if stage in OF_LINKS else request.timeout
 
 
@@ -143,8 +143,8 @@ def _killed(report: Report) -> StageFailure:
     what = f"rank {report.rank} was {processes.how_it_ended(code)}"
     fix = f"reinstall torch, if native code of torch or of a library is at fault; or {_LOOK}"
     if code == -signal.SIGKILL:
-        fix = "find what kills processes here: the kernel for lack of memory, which `dmesg` shows, a limit "
-        fix += "(`ulimit -a`), the scheduler or container, another user"
+        fix = "find what kills processes here: the kernel when memory runs out (see `dmesg`), a limit "
+        fix += "(see `ulimit -a`), the scheduler, the container or another user"
     elif code == -signal.SIGBUS:
         fix = f"enlarge /dev/shm, which is full in most such cases: {ENLARGE}"
     return StageFailure(report.stage, what, fix, by_signal=code == -signal.SIGKILL)
@@ -155,7 +155,7 @@ def _hung(request: Request, reports: list[Report], in_time: bool) -> StageFailur
     one = min(reports, key=lambda report: STAGES.index(report.stage))
     if not in_time:
         what = f"the {request.timeout} s of --timeout were over before rank {one.rank} had finished; nothing has failed"
-        return StageFailure(one.stage, what, f"--timeout {4 * request.timeout}: a cold disk or a busy machine is slow")
+        return StageFailure(one.stage, what, f"use --timeout {4 * request.timeout} if a disk is cold or a CPU busy")
     seconds = patience(request, one.stage)
     waited = ", ".join(f"rank {report.rank}" for report in reports if report.stage != one.stage)
     what = f"every rank of this node hangs: none made progress within {seconds:.0f} s"

@@ -36,7 +36,7 @@ _INTERFACE = "nothing if this is the fastest network of the node; other networks
 def switch_sets(request: Request) -> list[Switches]:
     """Return the sets of switches that have helped somebody, the cheapest first.
 
-    With several nodes only the network to node 0 is tried: all nodes need the same number of sets.
+    With several nodes only the network to node 0 is tried, because all nodes try equally many sets.
     """
     names = sorted(interfaces(), key=lambda name: name == "lo")
     if request.nodes > 1:
@@ -66,7 +66,7 @@ def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
 
 @dataclass
 class _Attempts:
-    """Further probe runs, as many as the time allows. `failed` are the other nodes that failed."""
+    """Further probe runs, while time is left. `failed` are the other nodes that failed a check."""
 
     meeting: Meeting
     stages: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class _Attempts:
     def worst(self, own: StageFailure | None, failed: bool = False) -> StageFailure | None:
         """Return the failure, on any node, that explains the others; None if there is no failure.
 
-        A rank that was killed from outside comes first, then the earliest stage.
+        A rank killed from outside comes first, then the earliest stage. `by_another` comes last.
         """
         this, later = self.meeting.request.machine_rank, max(0.0, self.meeting.request.seconds_left) + _LATER
         said = self.meeting.exchange(later, failure=own and asdict(own), failed=failed)
@@ -108,7 +108,7 @@ class _Attempts:
         again = self.run("trying the same run again")
         if again is None:
             fix = "run the doctor again several times: a rare failure will end a training too; `dmesg` may show why"
-            return replace(first, what=f"failed once of two: {first.what}").check(fix)
+            return replace(first, what=f"failed 1 of 2 tries: {first.what}").check(fix)
         if request.seconds_left <= 0:
             return first.check(f"{first.fix}; --timeout {4 * request.timeout} leaves time to look for a fix")
         return again.check(self.remedy(again.fix) if again.stage in OF_LINKS and not again.by_signal else "")
@@ -121,10 +121,10 @@ class _Attempts:
             if self.run(f"trying {' '.join(map('='.join, switches))} ({tried} of at most {len(sets)})", switches):
                 continue
             if request.seconds_left > 0 and self.run("trying without these variables once more") is None:
-                return f"the ranks fail now and then, with or without these variables, so they are no fix; {cause}"
+                return f"the ranks fail now and then, so setting or unsetting these variables is no fix; {cause}"
             chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
             now = f" (now: {' '.join(map('='.join, chosen.items()))})" if chosen else ""
             lines = [f"export {name}={value}  # costs: {_COSTS.get(name, _INTERFACE)}" for name, value in switches]
             return "\n".join([f"add this to the launcher's environment{now} to let the ranks communicate:", *lines])
-        ended = "" if request.seconds_left > 0 else f", and the time is up (--timeout {4 * request.timeout})"
+        ended = "" if request.seconds_left > 0 else f", and the time is up (use --timeout {4 * request.timeout})"
         return f"none of the {tried} sets of NCCL or gloo variables helped{ended}; {cause}"

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install azure-ai-ml==1.35.2 azure-identity"  # the extra `azureml` of pyproject.toml
 CODE = "recipes-code"  # the folder of the job's code, beside the job's YAML
 ENVIRONMENT = "azureml/environment"
-_LEFT_OUT = ("__pycache__", "*.pyc", ".*", "accelerate_configs", "azureml")  # in a wheel, the last two lie in a package
+_LEFT_OUT = ("__pycache__", "*.pyc", ".*", "accelerate_configs", "azureml")  # a wheel has the last two in recipes/
 _PACKAGES = frozenset({"mlflow"})  # azureml/environment/requirements.txt adds them to our requirements
 _WORKSPACE = ("subscription_id", "resource_group", "workspace_name")  # the keys of the studio's config.json
 
@@ -114,7 +114,7 @@ class Azure(Target):
         if not self.compute and not self.instance_type:
             raise mistake("compute", "is not given", "use --compute NAME for a cluster, or --instance_type")
         if self.spot and self.compute:  # a cluster has its own tier: Azure would ignore --spot, and charge for the tier
-            raise mistake("spot", "needs serverless compute", "use --instance_type in place of --compute, or no --spot")
+            raise mistake("spot", "needs serverless compute", "use --instance_type, not --compute; or leave out --spot")
         inputs = self._inputs()
         content = {
             "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
@@ -196,7 +196,7 @@ class Azure(Target):
         return code
 
     def check(self, text: str, job: Job) -> None:
-        """Raise `UserError` for a secret, or if Azure's parser is installed and refuses `text`."""
+        """Raise `UserError` if `text` holds a secret or does not pass Azure's installed parser."""
         without_secrets(text)
         with tempfile.TemporaryDirectory() as folder:
             self.stage(job, Path(folder))
@@ -270,7 +270,7 @@ def _named(name: str | None) -> str | None:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for bash, so that Azure does not replace `${{...}}` or an old `{...}` in it."""
+    """Quote a word for bash, so that Azure replaces no `${{...}}` and no old `{...}` in it."""
     quoted = shlex.quote(word)
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
@@ -378,7 +378,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
 
 
 def training_in(content: Json) -> Training | None:
-    """Return the training that a job's command starts, with the inputs filled in; None if none."""
+    """Return the training that a job's command starts, inputs filled in; None if it starts none."""
     inputs, outputs = mapping(content.get("inputs")), mapping(content.get("outputs"))
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():
@@ -409,7 +409,7 @@ def load(text: str, folder: Path) -> SdkJob:
     """Return the job that Azure's SDK reads from a YAML, whose relative paths start in `folder`.
 
     Raises `UserError` with the message of Azure's parser, for whatever exception the parser raises.
-    Only private names of the SDK give the body of the request, so the SDK's version is pinned.
+    Only private methods of the SDK build the body of the request, so the SDK's version is pinned.
     """
     with silence():
         from azure.ai.ml import load_job

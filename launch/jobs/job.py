@@ -88,8 +88,8 @@ def checked_job(
     mounts (`--data`). `starts_here` means that train.py starts next in this terminal, so that
     train.py itself prints the advice, and no text of the job is stored.
 
-    Raises `UserError` with every problem of the run; for several processes if the engine starts
-    only one; and for a token among the settings if the job's text is stored.
+    Raises `UserError` with every problem of the run. Also raises it if several processes are asked
+    for and the engine starts only one, or if a token would be stored in the job's text.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     run = with_fit(resolve(words, place, {"dataset_name": list(data)} if data else {}, "--data"))
@@ -124,7 +124,7 @@ def launch_words(job: Job, python: str = sys.executable) -> list[str]:
 
 
 def preflight_command(job: Job, python: str, meeting: Sequence[str] = ()) -> list[str]:
-    """Return bash words for `recipes doctor` on the job's nodes, and `&&`; empty if not wanted.
+    """Return the bash words `recipes doctor ... &&` for the job's nodes; empty without `preflight`.
 
     `meeting` holds the flags by which several nodes find each other. The port in `meeting` must
     differ from the launcher's port.
@@ -179,7 +179,7 @@ class Target:
     ASK_EVERY: ClassVar[float] = 0.2  # seconds between two requests for a job's state
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return `nodes` nodes, with `processes` processes each, or one process per GPU."""
+        """Return `nodes` nodes with `processes` processes each, by default one process per GPU."""
         raise NotImplementedError
 
     def render(self, job: Job) -> str:
@@ -191,7 +191,7 @@ class Target:
         return None
 
     def check(self, text: str, job: Job) -> None:
-        """Raise `UserError` for a text that must not be sent."""
+        """Raise `UserError` if the text must not be sent, for example because it holds a secret."""
         without_secrets(text)
 
     def send(self, text: str, job: Job) -> int:
@@ -213,7 +213,7 @@ class Target:
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """Print the job's log; with `following`, until the job has ended.
+        """Print the job's log so far; with `following`, go on printing until the job has ended.
 
         Without `following`, raises `UserError` if there is no log.
         """
@@ -241,7 +241,7 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float 
 
 
 def last_line(log: str) -> str:
-    """Return the last line about a step, or else the last line; for a remote log, its address."""
+    """Return the log's last line about a step, else its last line; for a remote log, its URL."""
     if not Path(log).is_file():
         return log if "://" in log else ""
     lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]

@@ -42,7 +42,7 @@ class Local(Target):
     HELP = "this machine"
 
     on_oom: str = one_of(
-        "next stop", "if memory runs out: retry with the next smaller micro-batch, or print it and stop [stop]", "stop"
+        "next stop", "if memory runs out, next retries with flags that need less, stop only prints them [stop]", "stop"
     )
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
@@ -51,7 +51,7 @@ class Local(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware)
 
     def render(self, job: Job) -> str:
-        """Return a bash script that becomes the launcher, which forwards signals to the ranks."""
+        """Return a bash script that replaces itself by the launcher, which forwards signals."""
         if job.nodes > 1:
             fix = "use --processes_per_node for several processes here, or `recipes submit slurm` or `azureml`"
             raise mistake("nodes", f"{job.nodes} nodes are asked for, but this machine is one", fix)
@@ -61,7 +61,7 @@ class Local(Target):
 
     def send(self, text: str, job: Job) -> int:
         """Run the job to its end, and return the exit code. With `--on_oom next`, retry a run that
-        ran out of memory with flags that need less, at the same global batch, until none are left.
+        ran out of memory, at the same global batch, until no flags are left that need less memory.
         """
         code, tried = run_script(text, job), list[Json]()
         while self.on_oom == "next" and code not in (0, EXIT_CODE):

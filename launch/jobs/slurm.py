@@ -149,7 +149,7 @@ class Slurm(Target):
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return nodes of the cluster. This machine cannot inspect them: assume the type of GPU."""
+        """Return the job's nodes. Their GPU type is assumed, as it cannot be read from here."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
             what = f"{self.gpus_per_node!r} is not a number of GPUs of one type"
@@ -203,7 +203,7 @@ class Slurm(Target):
 
     def _launcher(self, job: Job) -> str:
         """Return the command of each node. It calls our launcher, because accelerate's dies of
-        SIGUSR1, and of SIGTERM if it starts a single process: Slurm would kill the unsaved rank.
+        SIGUSR1, and with one process of SIGTERM too. Slurm would then kill ranks before they save.
         """
         launcher, meeting = quoted(launch_words(job, self.python)), []
         if job.nodes > 1:
@@ -215,7 +215,7 @@ class Slurm(Target):
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
-        """Return bash that sets `container` (words before the command) and `home` (code inside).
+        """Return bash that sets `container`, the words before the command, and `home`, code inside.
 
         FILE.sif is run by apptainer (or singularity, with the same options), any other image by
         pyxis, a plugin of srun. Both accept folders as SRC:DST,SRC:DST. The container uses the
@@ -276,7 +276,7 @@ def mounted(job: Job) -> list[str]:
 
     They are the folders of our package and of the Accelerate YAML, and every folder that a setting
     names by a path that is absolute or leaves the current folder. A missing output folder is listed
-    too, because the job creates it. Links stay, so that paths are the same inside the container.
+    too, because the job creates it. Links are not resolved: paths are the same in the container.
     """
     found = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "recipes"), str(Path(job.config).parent)]
     values = [job.run[name] for name in job.run.given] + [job.run.recipe.files]

@@ -112,7 +112,7 @@ def site_file() -> Path:
 
 
 def site_defaults(target: str) -> dict[str, Any]:
-    """Return a target's flags from the site file, parsed as a command line; empty without a file.
+    """Return a target's flags from the site file, parsed like a command line; empty without a file.
 
     Raises `UserError` for a mistake in the file.
     """
@@ -146,7 +146,7 @@ def site_defaults(target: str) -> dict[str, Any]:
 
 
 def from_site(site: Mapping[str, Any]) -> str:
-    """Return a comment line with the flags from the site file; empty without any."""
+    """Return a comment line with the flags from the site file; empty if there are no such flags."""
     words: list[str] = []
     for name, value in site.items():
         words += [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}", str(value)]
@@ -209,7 +209,7 @@ def _described(folder: Path) -> tuple[str, str, str]:
         if outcome == "running":  # the run ended before it could write its outcome
             outcome = "ended unexpectedly (killed?)"
         before = record.read(folder).get("status", "unknown")  # a start with nothing to train changes no status
-        state = ", ".join(filter(None, (state, outcome))) or f"ended; an earlier start: {before}"
+        state = ", ".join(filter(None, (state, outcome))) or f"ended; status of an earlier start: {before}"
     return where, state, last_line(submission.log)
 
 

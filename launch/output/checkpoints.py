@@ -41,7 +41,7 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 # When Trainer itself saves on SIGTERM, it writes this marker first, and removes it at the end.
 _TRAINERS_MARKER = "checkpoint-is-incomplete.txt"
-# How file names of weights and of optimizer states begin; the last is DeepSpeed's.
+# How file names of weights and of optimizer states begin; `global_step` is DeepSpeed's.
 _WEIGHTS, _OPTIMIZER = ("model", "adapter_model", "pytorch_model", "global_step"), ("optimizer", "global_step")
 _THREADS = 4
 
@@ -171,7 +171,7 @@ def changes(folder: Path, files: Json) -> list[str]:
 
 
 def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
-    """Return the results in order. One thread alone could not saturate a fast or a network disk."""
+    """Return `work` of each item, in order. One thread cannot saturate a fast or network disk."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(work, on))
 
@@ -261,8 +261,8 @@ def _is_readable(file: Path) -> bool:
 
 
 def _notes(path: Path, names: list[str]) -> list[str]:
-    """Return a line for each state that is missing, which a resume resets, and a line if the
-    checkpoint could be checked only in part.
+    """Return lines to print: one if the optimizer's state is missing, so that a resume resets it,
+    and one if the checkpoint could be checked only in part.
     """
     result = []
     if not any(name.startswith(_OPTIMIZER) for name in names):
@@ -303,7 +303,7 @@ def archive_damaged(path: Path) -> Path:
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beside `newest`, so that `limit` are left, with the best one.
+    """Delete the oldest checkpoints until `limit` are left. Never delete `newest` or `best`.
 
     Checkpoints are ordered by step. Trainer orders them by file time, which is wrong in a copied
     folder or after a change of the clock. Checkpoints of another run stay.

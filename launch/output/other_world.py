@@ -74,7 +74,7 @@ def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
 
 @dataclass(frozen=True)
 class AnyWorld:
-    """Reads the checkpoints of a DeepSpeed run that any number of processes has written.
+    """Reads DeepSpeed's checkpoints, whatever number of processes has written them.
 
     `ranks` is the number of processes, or groups of processes, that share the optimizer now.
     `folder` holds converted copies while they are needed. `say` prints a line for a person.
@@ -92,7 +92,7 @@ class AnyWorld:
         if the conversion fails.
         """
         conversion = iter(()) if checkpoint is None else self._conversion(checkpoint)
-        # Rank 0 answers every few seconds, because a conversion may outlast the group's timeout.
+        # Rank 0 answers every few seconds: a conversion may take longer than the other ranks wait.
         while self.world.decide(lambda: next(conversion, False)):
             pass
 
@@ -119,7 +119,7 @@ class AnyWorld:
         if reason is None:
             raise Failure(f"{checkpoint} could not be converted for another number of processes: {end}")
         what = f"{checkpoint} cannot be converted for another number of processes: {reason}"
-        fix = f"--num_processes {writers(checkpoint)}, another --output_dir, or --fresh"
+        fix = f"use --num_processes {writers(checkpoint)}, another --output_dir, or --fresh"
         raise mistake("num_processes", what, fix)
 
     def load(self, engine: DeepSpeedEngine, checkpoint: str, load_module_strict: bool = True) -> None:
@@ -164,7 +164,7 @@ def read_by(reader: AnyWorld | None) -> Iterator[None]:
 
 
 def shards(checkpoint: Path) -> int:
-    """Return over how many ranks DeepSpeed's ZeRO shards the optimizer; 0 if it does not."""
+    """Return over how many ranks DeepSpeed's ZeRO shards the optimizer; 0 if it shards nothing."""
     names = (_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*_optim_states.pt"))
     return max((int(name.group(1)) + 1 for name in names if name), default=0)
 

@@ -81,7 +81,7 @@ FIELDS = {
     "world_size": "number of processes",
     "local_world_size": "number of processes on each node",
     "data_parallel_size": "number of processes, or groups of processes, that got examples of their own",
-    "started": "when the run began: local time with its offset",
+    "started": "when the run began: local time with the UTC offset",
     "ended": "when the run ended",
     "command": "train.py and its arguments",
     "launcher": "the launcher and its arguments; empty if there was none",
@@ -116,7 +116,7 @@ FIELDS = {
     "tokens_per_second": "tokens per second, in steady steps",
     "mfu": "model FLOPs utilisation; null if the peak or the formula is unknown",
     "peak_memory_bytes": "peak memory, in bytes",
-    "peak_memory_of": "the memory that peak_memory_bytes measures",
+    "peak_memory_of": "which memory peak_memory_bytes measures: of the first GPU or the first process",
 }
 
 
@@ -164,7 +164,7 @@ def read_intact(folder: str | Path) -> Json:
 
 
 def intact(file: Path) -> Json:
-    """Return a sealed JSON without the checksum; empty if the file is missing or has changed."""
+    """Return a sealed JSON file's content without the checksum; empty if missing or changed."""
     found = read_json(file)[0] or {}
     return found if found.pop("checksum", None) == _checksum_of(found) else {}
 
@@ -255,7 +255,7 @@ def _status(error: BaseException, folder: Path) -> str:
 
 
 def now() -> str:
-    """Return the local time with its offset, in ISO 8601."""
+    """Return the local time with its UTC offset, in ISO 8601."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 

@@ -92,7 +92,7 @@ def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
     """Move an older run aside if --fresh is given, and remove converted copies of checkpoints that
     a killed run has left. Call this just before training, after all other checks have passed.
 
-    Raises `UserError` if the disk has no room for `needed_bytes`, for a checkpoint and the model.
+    Raises `UserError` if the disk has no room for `needed_bytes`, which the run is going to save.
     """
     free = shutil.disk_usage(run["output_dir"]).free
     if free <= needed_bytes:
@@ -183,7 +183,7 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
 
 
 def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
-    """Resume the run from its newest checkpoint, or else from the checkpoint that it began with."""
+    """Resume the run from its newest valid checkpoint, else from where it began (maybe step 0)."""
     own = old.get("run") or {}
     newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
     notes = [_skip(checkpoint) for checkpoint in damaged]
@@ -203,7 +203,7 @@ def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[st
     """Begin a run from the checkpoint that the user named."""
     checkpoint = inspect(path)
     if not checkpoint.valid:
-        fix = "leave it out: the newest valid checkpoint is found automatically"
+        fix = "leave --resume_from_checkpoint out: the newest valid checkpoint is found automatically"
         raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
     began_from = record.read_intact(path.parent)
     return _from(checkpoint, run, began_from, new_run(path, checkpoint.step), notes, data_commit)
@@ -219,9 +219,9 @@ def _from(
     name, done = "max_steps", float(checkpoint.step)
     if run["max_steps"] <= 0:
         name, done = "num_train_epochs", round((read_json(checkpoint.path / STATE)[0] or {}).get("epoch") or 0, 2)
-    if done > math.ceil(run[name]):  # its model would pass for the model of a shorter training
+    if done > math.ceil(run[name]):  # the checkpoint's model would pass for that of a shorter training
         what = f"{checkpoint.path.name} has trained {done:g} {name.split('_')[-1]} already, more than {run[name]:g}"
-        have_it = f"--max_steps {checkpoint.step} to get its model"
+        have_it = f"use --max_steps {checkpoint.step} to get its model"
         raise _refused(run, what, f"{have_it}, an older --resume_from_checkpoint, or --fresh", name)
     kept, course = _changes(run, old)
     notes = [*notes, *checkpoint.notes]
@@ -321,7 +321,7 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
 
 
 def _asks_for_more(run: RunSpec, old: Json) -> bool:
-    """True if this run is longer than the finished run, or if only training can show it."""
+    """True if this run trains longer than the finished run did, or may train longer."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
         return run["max_steps"] == -1 or run["max_steps"] > old["global_step"]

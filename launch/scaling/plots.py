@@ -34,7 +34,7 @@ _COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PART_COLOURS = dict(zip(PARTS, (YELLOW, SKY, BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY), strict=True))
 _IDEAL: Any = {"linestyle": "--", "color": GREY, "linewidth": 1, "zorder": 1, "label": "ideal"}
-_WIDE = 8  # above this ratio of world sizes, the axis is logarithmic: small sizes would overlap
+_WIDE = 8  # above this ratio of world sizes, the axis is logarithmic, because small sizes would overlap
 
 
 def installed() -> bool:
@@ -149,7 +149,7 @@ def _process_axis(axes: Axes, lines: Sequence[Line], from_zero: bool = True) -> 
 
 
 def _dots(axes: Axes, line: Line, of_row: Callable[[Timing], float | None]) -> None:
-    """Draw a dot for each row that has a value."""
+    """Draw a dot for each row of timings that has a value."""
     found = [(row.num_processes, value) for row in line.series.rows if (value := of_row(row)) is not None]
     axes.plot(*zip(*found, strict=True), ".", color=line.colour, markersize=5, alpha=0.8, zorder=3)
 
@@ -166,7 +166,7 @@ def _draw_times(figure: Figure, lines: Sequence[Line]) -> None:
         per_sample = first.epoch_time.median / (first.typical.samples or 1) * first.num_processes
         ideal = [per_sample * (size.typical.samples or 1) / size.num_processes for size in line.sizes]
         axes.plot(worlds, ideal, **_IDEAL)
-    axes.set_ylabel("time (s): each row (dots) and the median")
+    axes.set_ylabel("time (s): each timing (dot) and the median")
     _process_axis(axes, lines)
 
 
@@ -207,7 +207,7 @@ def _draw_accuracy(figure: Figure, lines: Sequence[Line]) -> None:
     _curves(axes, lines, lambda size: None if size.accuracy is None else Spread(*[size.accuracy] * 3))
     for line in lines:
         _dots(axes, line, lambda row: row.accuracy)
-    axes.set_ylabel("accuracy: each row (dots) and the best")
+    axes.set_ylabel("accuracy: each timing (dot) and the best")
     _process_axis(axes, lines, from_zero=False)
 
 
@@ -244,8 +244,8 @@ _CROSS = "A cross marks a world size that is slower than a smaller one."
 _KINDS = {
     "epoch_time_detailed": _Kind(
         "measured time",
-        f"Dots: rows of timings; markers: the median at each world size, with quartiles. "
-        f"Dashed: if every process were as fast as in the smallest world. {_CROSS}",
+        f"Dots: single timings; markers: the median at each world size, with quartiles. "
+        f"Dashed: the time if every process were as fast as in the smallest world. {_CROSS}",
         lambda series: True,
         _draw_times,
     ),
@@ -257,13 +257,13 @@ _KINDS = {
     ),
     "accuracy": _Kind(
         "accuracy",
-        "Dots: rows of timings; markers: the best at each world size.",
+        "Dots: single timings; markers: the best at each world size.",
         lambda series: any(size.accuracy is not None for size in series.sizes),
         _draw_accuracy,
     ),
     "step_time": _Kind(
         "parts of a step",
-        "Medians of the parts of an optimizer step, and their sum; communication is only what a step waits for.",
+        "Medians of the parts of an optimizer step, and their sum. Communication is only the time that a step waits.",
         lambda series: any(size.typical.parts for size in series.sizes),
         _draw_step_times,
     ),

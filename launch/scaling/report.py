@@ -1,6 +1,6 @@
-"""`recipes scale report`: pictures, tables, a text and a page from existing timings.
+"""`recipes scale report`: pictures, tables, a text file and an HTML page from existing timings.
 
-Sentences and tables have the same order on the terminal, in the text and on the page.
+Sentences and tables have the same order on the terminal, in the text file and on the page.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """Return the start of each training's file names: letters, digits, `-`, `.` and `_`. Starts
-    that are equal except for case get a number.
+    """Return how the file names of each training begin: letters, digits, `-`, `.` and `_`. If two
+    trainings would get the same beginning, upper or lower case, each gets a number.
     """
     plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
     folded = [stem.casefold() for stem in plain]
@@ -302,7 +302,7 @@ def summary_csv(found: Findings) -> str:
 
 
 def _flat(series: Series, size: Size) -> dict[str, object]:
-    """Return the typical row of a size as a dict, with the results of the analysis."""
+    """Return a size's typical timing and its analysis as one dict, which is a row of the CSV."""
     found: dict[str, object] = vars(size.typical) | {"timed": size.typical.timed or "epoch"}
     for name in ("name", "recipe", "scaling", "serial_fraction"):
         found[name] = getattr(series, name)
@@ -319,7 +319,7 @@ def _flat(series: Series, size: Size) -> dict[str, object]:
 
 def summary_tex(found: Findings) -> str:
     r"""Return a LaTeX table for each series. Its lines are \hline, which needs no package."""
-    lines = [r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}, \ref{tab:scaling-2}, ..."]
+    lines = [r"% Include \input{summary_table.tex}; its tables are \ref{tab:scaling}, \ref{tab:scaling-2}, ..."]
     for number, series in enumerate(found.series, 1):
         cells = results(series).drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")
         style = cells.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")

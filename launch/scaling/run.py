@@ -107,7 +107,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         _job(point, argv, options.steps, folder)
     require_room(file)
     (folder / "logs").mkdir(exist_ok=True)
-    print(f"{len(found)} x {options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
+    print(f"{len(found)} trainings x {options.repeats} runs x {options.steps} steps; timings go to {file}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         failed = _measure_in_turns(found, argv, name, folder, steps=options.steps, repeats=options.repeats)
@@ -165,7 +165,7 @@ def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None
 
 
 def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
-    """Return the job of a point, with output in `folder`. Raises `UserError` if it is not legal."""
+    """Return a point's job with output in `folder`. Raises `UserError` if the run is not legal."""
     flags = {
         "global_batch_size": point.global_batch,
         "max_steps": WARM_UP_STEPS + steps,
@@ -280,7 +280,7 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
 def _find(key: str, advice: list[Advice], size: Size) -> Advice:
     """Return the advice with this key, or the first advice if the key is empty.
 
-    Only advice that changes flags or the world size can be tried. Raises `UserError` if none is.
+    Only advice that changes flags or the world size is tried. Raises `UserError` if there is none.
     """
     ready = [one for one in advice if one.flags or one.num_processes != size.num_processes]
     found = next((one for one in ready if key in ("", one.key)), None)

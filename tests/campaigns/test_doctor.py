@@ -135,8 +135,8 @@ BETWEEN_NODES = {
 # A signal that rank 1 gets as it connects, whether it gets it once, and what is said of it.
 STRUCK = {
     "a killed rank": (signal.SIGKILL, False, "SIGKILL", "limit|scheduler|memory"),
-    "a rank that was killed once": (signal.SIGKILL, True, "once of two", "again"),
-    "a rank that hung once": (signal.SIGSTOP, True, "once of two", "again"),
+    "a rank that was killed once": (signal.SIGKILL, True, "1 of 2 tries", "again"),
+    "a rank that hung once": (signal.SIGSTOP, True, "1 of 2 tries", "again"),
 }
 
 

@@ -118,7 +118,7 @@ def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tm
     [
         ("large", "--gpu L4", ", the fastest that fits: "),
         ("large", "--gpu L4 --recipe standard", ", which fits: "),
-        ("large", "--gpu_memory 2.68", ", with least communication and offload of those that fit: "),
+        ("large", "--gpu_memory 2.68", ", which fits with the least communication and offload: "),
         ("experts", "--gpu H100 --mfu 0.4", "experts, or without attention, are not counted; --mfu has no effect"),
         ("llama", "--gpu_memory 8", "the time of a step is unknown: the peak of this GPU is unknown: choose"),
         ("llama", "--gpu H100 --recipe baseline", "the GPU's peak in fp32 is unknown\n"),

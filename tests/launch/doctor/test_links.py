@@ -31,7 +31,7 @@ def outcome(**rank_1) -> StageFailure:
 @pytest.mark.parametrize(
     ("rank", "words", "advice"),
     [
-        ({"code": -signal.SIGKILL}, "killed by SIGKILL", "for lack of memory, which `dmesg` shows"),
+        ({"code": -signal.SIGKILL}, "killed by SIGKILL", "the kernel when memory runs out (see `dmesg`)"),
         ({"code": -signal.SIGSEGV}, "killed by SIGSEGV", "reinstall torch"),
         ({"code": 1, "error": "OSError: no"}, "rank 1: OSError: no", "NCCL_DEBUG=INFO"),
         ({"stage": "start"}, "rank 1 did not finish within 240 s; rank 0 waited", "NCCL_DEBUG=INFO"),

@@ -84,7 +84,7 @@ def test_a_damaged_note_is_ignored(text, tmp_path):
 @pytest.mark.parametrize(
     ("recorded", "state"),
     [
-        ({"status": "finished", "ended": "2026-01-01T00:00:00+0000"}, "ended; an earlier start: finished"),
+        ({"status": "finished", "ended": "2026-01-01T00:00:00+0000"}, "ended; status of an earlier start: finished"),
         ({"status": "running", "started": "2026-01-03T00:00:00+0000"}, "ended unexpectedly (killed?)"),
     ],
 )

@@ -172,7 +172,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():
-        holding = (str(path) for path in numbered(folder) if (path / "adapter_config.json").is_file())
+        holding = (f"recipes merge {path}" for path in numbered(folder) if (path / "adapter_config.json").is_file())
         fix = next(holding, "give the folder of a run with --use_peft; other runs need no merge")
         raise mistake("FOLDER", f"{folder} holds no adapter", fix)
     if output.exists():

@@ -99,7 +99,7 @@ def test_a_run_that_was_killed_names_its_newest_checkpoint_which_can_be_merged(a
     for step in (2, 3):
         shutil.copytree(adapter / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     shutil.copy(adapter / "run.json", tmp_path)
-    assert f"Fix: {tmp_path / 'checkpoint-3'}" in merge(capsys, tmp_path)[1]
+    assert f"Fix: recipes merge {tmp_path / 'checkpoint-3'}" in merge(capsys, tmp_path)[1]
     assert merge(capsys, tmp_path / "checkpoint-2", "--output", tmp_path / "merged")[0] == 0
 
 

@@ -24,9 +24,9 @@ _EVERYWHERE: Mapping[str, Value] = dict(
 class Recipe:
     """A base recipe with changes. A change to None restores the library's default.
 
-    Two values are not settings of train.py: `engine` names an Accelerate YAML (a shipped one by its
-    file name), and `micro_batch_cap` is the largest micro-batch per process. `files` are the
-    files that a user's own recipe was read from; a shipped recipe has none.
+    Two values are not settings of train.py: `engine` is the file name of a shipped Accelerate YAML
+    or the path of another one, and `micro_batch_cap` is the largest micro-batch per process.
+    `files` are the files that a user's own recipe was read from; a shipped recipe has none.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Recipe:
         return Recipe(name, purpose, changes, base=self)
 
     def stated(self, name: str) -> tuple[Recipe, Value] | None:
-        """Return the recipe that sets `name` (this or its nearest base) and the value, or None."""
+        """Return the recipe that sets `name` (this or a base) and the value; or else None."""
         if name not in self.changes:
             return self.base.stated(name) if self.base else None
         value = self.changes[name]
@@ -114,7 +114,7 @@ def standard() -> Recipe:
 def fast() -> Recipe:
     return standard().but(
         "fast",
-        "Fewest synchronisations: the largest micro-batch, least accumulation, packed batches, quiet logs.",
+        "Fewest synchronisations: the largest micro-batch, least accumulation, packed batches, less logging.",
         engine=("fast.yaml", "DDP: every GPU holds the whole model, and gradients are averaged"),
         micro_batch_cap=(8, "fewer micro-batches per step; `recipes fit` finds the largest that fits"),
         logging_steps=(10, "half as many host syncs as standard"),
@@ -223,7 +223,7 @@ def frozen_weights_in_16_bits(run) -> Decision:
 def tf32_from_sm80(run) -> Decision:
     if run.hardware.capability >= (8, 0):
         return True, "matrix products that stay in fp32 run on tensor cores"
-    return None, "needs a GPU of compute capability 8.0"
+    return None, "needs a GPU of compute capability 8.0 or higher"
 
 
 def workers_by_cores(run) -> Decision:
@@ -274,7 +274,7 @@ def compile_where_shapes_are_fixed(run) -> Decision:
 
 def flex_where_packed(run) -> Decision:
     if not run["torch_compile"] or not run["bf16"] or run["gradient_checkpointing"] or run.world_size > 1:
-        return None, "the model's default; flex attention was measured only with compiled packing in bf16 on one GPU"
+        return None, "the model's default; flex attention was measured only on one GPU in bf16, compiled and packed"
     return "flex_attention", "skips attention between packed examples: 13 % more tokens/s than sdpa (1.2B, H200)"
 
 

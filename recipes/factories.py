@@ -43,7 +43,7 @@ def recipe(name: str):
         given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides
         fields = _fields(wanted)
         for missing in sorted(given.keys() & legal.run_flags().keys() - fields - {"global_batch_size"}):
-            what = f"{wanted.__name__} has no such field, so it would be ignored"
+            what = f"{wanted.__name__} has no such field, so the value would be ignored"
             raise mistake(missing, what, "handle it in your script, or train with `recipes train`")
         # Only the subclass knows what its own fields mean, and what None means for one of our
         # flags: with TRL's `max_length=None`, for example, nothing is cut off.
@@ -90,14 +90,14 @@ def _warn_without_engine(run: RunSpec) -> None:
     is_there = launched is not None and (launched.kind, launched.zero_stage) == (wanted.kind, wanted.zero_stage)
     if is_there or run.place.environment.get("RANK", "0") != "0":
         return
-    what = f"{wanted.title} needs its launcher: this script trains on {launched.title if launched else 'one process'}"
+    what = f"{wanted.title} needs a launcher: this script trains on {launched.title if launched else 'one process'}"
     script = shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "SCRIPT.py"
     command = f"{launch_with(run.recipe.engine)} --num_processes {run.world_size} {script}"
     warnings.warn(f"{what} instead. Fix: {command}", stacklevel=3)
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
-    """Build an `args_class` from the values of a run, and from `own` values of the subclass alone.
+    """Build an `args_class` from the values of a run, and from `own`: values for the subclass only.
 
     Raises `UserError` with the message of the class if the class refuses a value.
     """
@@ -107,8 +107,8 @@ def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -
         args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
     except (TypeError, ValueError) as error:
         raise UserError(refused_by_library(run, error)) from error  # the error may come from the subclass
-    # One process drives one GPU. If one process sees several, Trainer would use DataParallel, and
-    # multiply the global batch by their number.
+    # One process drives one GPU. If a process sees several GPUs, Trainer would use DataParallel
+    # and multiply the global batch by the number of GPUs.
     args._n_gpu = min(args.n_gpu, 1)
     return args
 

@@ -55,7 +55,7 @@ class RunFlags:
 
     dataset_name: list[str] | str | None = flag(
         None,
-        "Hub id, local folder, .jsonl .json .csv .parquet .txt file (.gz, .zst) or file pattern; several are a mixture",
+        "Hub id, local folder, .jsonl .json .csv .parquet .txt file (.gz, .zst), or pattern; several make a mixture",
     )
     dataset_config: str | None = flag(None, "the data set's configuration on the Hub")
     dataset_train_split: str = flag("train", "split to train on, or a slice of a split, such as train[:95%]")

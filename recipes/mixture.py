@@ -60,7 +60,7 @@ def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
 
 
 def checked(entries: list[Any]) -> str | list[Any]:
-    """Check a list for `dataset_name` and return it. For one plain name, return the name alone.
+    """Check and return a list for `dataset_name`. A list of one plain name becomes that name.
 
     Raises `ValueError` if an entry is not a legal part.
     """
@@ -72,7 +72,7 @@ def checked(entries: list[Any]) -> str | list[Any]:
         columns = part.columns if isinstance(part.columns, Mapping) else {None: None}
         texts = (part.name, part.split or "-", part.config or "-", *columns, *columns.values())
         if not all(isinstance(text, str) and text for text in texts):
-            what = "needs a text for a part's name, split and config, and columns as old name: new name"
+            what = "needs texts for a part's name, split and config, and columns such as {question: prompt}"
             raise ValueError(f"{what}, got {part!r}")
         if part.weight is not None and (type(part.weight) not in (int, float) or not 0 < part.weight < math.inf):
             raise ValueError(f"needs a weight above 0, got {part.weight!r} for {part.name}")
@@ -91,7 +91,7 @@ def files_of(name: str | None) -> list[Path]:
 def paths_of(name: str | None) -> list[Path]:
     """Return the file or folder of this name, or else the sorted files that match it as a pattern.
 
-    Empty if there is neither on this machine.
+    Empty if this machine has no such file or folder.
     """
     path = os.path.expanduser(name or "")  # noqa: PTH111, Path.expanduser raises for an unknown user
     if name and os.path.exists(path):  # noqa: PTH110, Path.exists raises for a long name

@@ -1,8 +1,8 @@
 """Collects facts about the installed libraries from the libraries' own classes.
 
 `schema` runs this module in a separate process, because the imports take seconds, and caches the
-answer. Each function returns the facts about one library by name. `schema.names` reads a fact that
-is a list, such as `names("report_to")`. A new fact belongs in the function of its library.
+answer. Each function returns facts about one library, by the fact's name. `schema.names` reads a
+fact that is a list, such as `names("report_to")`. Add a new fact to its library's function.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _words(source: str) -> set[str]:
 
 
 def optimizers() -> Json:
-    """Return the values of `optim` that ignore `optim_args`, and those of bitsandbytes."""
+    """Return the optimizers that ignore `optim_args`, and the optimizers of bitsandbytes."""
     from transformers import trainer_optimizer
 
     handlers = trainer_optimizer._OPTIMIZER_HANDLERS.items()
@@ -125,7 +125,7 @@ def optimizers() -> Json:
 
 
 def schedules() -> Json:
-    """Return the schedules without a warm-up: get_scheduler silently drops `warmup_steps`."""
+    """Return schedules without warm-up, for which get_scheduler drops `warmup_steps` silently."""
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     takes = {name.value: inspect.signature(one).parameters for name, one in TYPE_TO_SCHEDULER_FUNCTION.items()}
@@ -133,7 +133,7 @@ def schedules() -> Json:
 
 
 def models() -> Json:
-    """Return model types, their classes by task, and their folders if named differently."""
+    """Return model types, their classes by task, and folders that are not named like the type."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
     named = ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "MASKED_LM")
@@ -145,7 +145,7 @@ def models() -> Json:
 
 
 def liger() -> Json:
-    """Return the model types whose loss Liger computes without whole logits by default."""
+    """Return the model types whose loss Liger by default computes without the full logits."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     takes = {kind: inspect.signature(patch).parameters for kind, patch in MODEL_TYPE_TO_APPLY_LIGER_FN.items()}
@@ -154,9 +154,9 @@ def liger() -> Json:
 
 
 def deepspeed() -> Json:
-    """Return the keys of a DeepSpeed JSON. They are read from source: an import takes a second.
+    """Return the keys of a DeepSpeed JSON, read from the source because an import takes a second.
 
-    No class lists the top-level keys. The result holds other words too, so no legal key is refused.
+    No class lists the top-level keys, so the result is every word in the source: all keys and more.
     """
     folder = package_folder("deepspeed")
     if folder is None:

@@ -25,5 +25,5 @@ def known_types() -> frozenset[str]:
 
 
 def types_with_fused_loss() -> frozenset[str]:
-    """The model types whose loss Liger computes without whole logits by default."""
+    """The model types whose loss Liger by default computes without the full logits."""
     return frozenset(names("liger")) or _LIGER

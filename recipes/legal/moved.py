@@ -1,6 +1,6 @@
 """Names of settings that were renamed or removed, or belong elsewhere, each with its fix.
 
-The tables omit legal names, and names whose nearest legal name is the right fix: `num_workers`.
+The tables omit legal names, and names such as `num_workers`, whose nearest legal name is right.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ RENAMED: dict[str, tuple[str, str]] = {
     "logging_dir": ("was removed by transformers 5.15", "set the environment variable TENSORBOARD_LOGGING_DIR"),
     "dispatch_batches": ("was moved by transformers 4.57", 'accelerator_config: {"dispatch_batches": ...}'),
     "split_batches": ("was moved by transformers 4.57", 'accelerator_config: {"split_batches": ...}'),
-    "torch_dtype": ("has the name that transformers 5 uses", "dtype"),
+    "torch_dtype": ("has another name here, as in transformers 5", "dtype"),
     "tokenizer_name": ("is not needed: the tokenizer comes with the model", "model_name_or_path"),
     "train_file": (_OTHER, "dataset_name"),
     "block_size": (_OTHER, "max_length"),
     "padding_free": ("is not needed: packed rows have no padding", "packing"),
     "use_lora": (_OTHER, "use_peft"),
     "use_qlora": (_OTHER, "load_in_4bit, with use_peft"),
-    "lora_rank": ("has the name that peft uses", "lora_r"),
-    "dataset": ("has the name that TRL uses", "dataset_name"),
+    "lora_rank": ("has another name here, as in peft", "lora_r"),
+    "dataset": ("has another name here, as in TRL", "dataset_name"),
     "data": (_OTHER, "dataset_name"),
     "model": (_OTHER, "model_name_or_path"),
     "per_device_batch_size": (_OTHER, "per_device_train_batch_size"),

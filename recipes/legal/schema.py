@@ -126,10 +126,10 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "liger_
 
 @cache
 def facts() -> Json:
-    """Return the answer of `recipes.legal.libraries`, cached and renewed after each install.
+    """Return the facts that `recipes.legal.libraries` collects, cached until the next install.
 
-    If several processes start together, one asks. If the cache is not writable, each process asks.
-    Raises `UserError` if a library is missing or cannot be imported.
+    If several processes start together, only one imports the libraries, unless the cache is not
+    writable. Raises `UserError` if a library is missing or cannot be imported.
     """
     file = hf_home(os.environ) / "accelerate-recipes" / f"legal-{_fingerprint()}.json"
     if (kept := _kept(file)) is not None:

@@ -187,7 +187,7 @@ class Requests:
         """Add a forward and a backward. Return the allocation numbers of the gradients that stay.
 
         If not `gradients_stay`, a complete gradient is freed, because it is added to another
-        gradient or moved. `workspace` bytes are allocated before forward and backward, and stay.
+        gradient or moved. `workspace` bytes are allocated before each pass, and stay.
         """
         rows = traced.allocations.tolist()
         freed_at: dict[int, list[int]] = defaultdict(list)
@@ -206,7 +206,7 @@ class Requests:
         return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
-        """Add the requests of `from_pretrained` for all frozen parameters, and of casts by peft.
+        """Add what `from_pretrained`, and then peft's casts, allocate for all frozen parameters.
 
         `from_pretrained` first allocates and frees the total (`caching_allocator_warmup`), then
         packs each matrix on the GPU into `packed` bytes per parameter. Last, peft casts all other
@@ -267,9 +267,9 @@ def with_cached(memory: Memory, limit: int) -> Components:
 
     torch reserves at most `limit` bytes: at the limit, torch empties its cache and tries again. If
     the run still does not fit, this function raises the limit in steps of 5 % until the run fits.
-    The cache is 0 if the allocations alone exceed `limit`. The cache is also 0 with expandable
-    segments, because torch then unmaps cached pages before memory runs out, but not for ZeRO and
-    FSDP, because their several streams have separate pools.
+    The cache is 0 if the allocations alone exceed `limit`. With expandable segments it is 0 too,
+    because torch then unmaps cached pages before memory runs out. ZeRO and FSDP still have a cache,
+    because their several streams have separate pools.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
@@ -279,7 +279,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
         return states
     if memory.run["expandable_segments"] and memory.run.engine.kind not in ("deepspeed", "fsdp"):
         return states
-    # The states of DeepSpeed and FSDP stay at their fullest in the replay, `more` bytes too many.
+    # In the replay, DeepSpeed's and FSDP's states stay at their fullest: `more` bytes too many.
     requests = requests_of(memory, states)
     more = requests.peak() - states.allocated if casts_the_model(memory.run) else 0
     limit += more - states.context
@@ -294,9 +294,9 @@ def requests_of(memory: Memory, states: Components) -> Requests:
     """Return the requests of loading, of two steps, and of one evaluation if the run has any.
 
     Two steps are needed because the first update puts the optimizer's state where activations were.
-    Micro-batches after the second repeat the second one. With DeepSpeed and FSDP, each of `states`
-    is one allocation at the start, with the parameters gathered at the fullest moment. ZeRO-1 and
-    ZeRO-2 allocate their bucket in each micro-batch.
+    A third micro-batch would only repeat the second one. With DeepSpeed and FSDP, each of `states`
+    is one allocation at the start, including all parameters gathered at the fullest moment. ZeRO-1
+    and ZeRO-2 allocate their bucket in each micro-batch.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights

@@ -110,7 +110,8 @@ class Estimator:
         from recipes.planner.trace import at_batch
 
         try:
-            # Liger's chunks (2^n tokens) and a batch of 1 (views, no copies) are not extrapolated.
+            # Liger's chunks (2^n tokens) and a batch of 1 (which makes views where larger batches
+            # make copies) are not extrapolated.
             if case.batch > 1 and not case.liger:
                 with contextlib.suppress(ValueError):
                     two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
@@ -152,7 +153,7 @@ class Estimator:
         )
 
     def liger(self, run: RunSpec) -> bool:
-        """True if Liger computes the loss: not with label smoothing, where Trainer needs logits."""
+        """True if Liger computes the loss. With label smoothing, Trainer needs the logits."""
         of_this = replace(run, model={"model_type": self.config.model_type})
         return fuses_the_loss(of_this) and not run["label_smoothing_factor"]
 
@@ -241,7 +242,7 @@ class Planner:
         return self.at(run, sizes[-1])
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
-        """Return False if the weights alone, which need no trace, or all allocations do not fit.
+        """Return False if the weights alone (found without a trace) or all allocations do not fit.
 
         torch's cache is left out, because it takes longer to compute and only adds memory.
         """
@@ -316,7 +317,7 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> I
         yield "planned with transformers' own loop over the tokens: a package of kernels makes the peak lower"
         yield "memory that torch caches is not counted: nvidia-smi shows more than the plan"
     if run["use_liger_kernel"]:
-        yield f"savings by Liger's kernels are not counted{', except by its loss' * liger}: the real peak is lower"
+        yield f"savings by Liger's kernels are not counted{', except for its loss' * liger}: the real peak is lower"
     if run["label_smoothing_factor"] and run["task"] == "causal_lm":
         yield "tensors that label smoothing makes from the logits are not counted: the real peak is higher"
     if run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]:

@@ -147,7 +147,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
-    """True if a fused kernel (flash, efficient or cuDNN) supports the tensors. All save the same.
+    """True if a fused kernel (flash, efficient, cuDNN) supports the tensors. Each saves the same.
 
     Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. The flash kernel needs capability 8.0,
     16 bits, no mask, and equal head sizes of at most 256. The efficient kernel supports masks, but

@@ -263,7 +263,7 @@ def few_bits(run: RunSpec) -> float | None:
 
 
 def optimizer_bytes_per_parameter(run: RunSpec) -> float:
-    """Return at least how many bytes per trained parameter the optimizer keeps on all devices."""
+    """Return the least bytes the optimizer keeps per trained parameter, summed over devices."""
     copy = FP32 if run.engine.kind == "deepspeed" else 0  # the fp32 copy of the parameter
     in_fp32 = copy or str(run["optim"]).removeprefix("paged_").startswith(_IN_FP32)
     return copy + moments_of(run) * (few_bits(run) or (FP32 if in_fp32 else trained_bytes(run)))
@@ -447,7 +447,7 @@ class Memory:
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 
     def _shard(self, size: float, from_stage: int) -> int:
-        """Return one GPU's share of a state that FSDP2 shards, and ZeRO from `from_stage` on."""
+        """Return a GPU's share of a state. FSDP2 shards it, and ZeRO from stage `from_stage` on."""
         sharded = self.kind == "fsdp" or (self.kind == "deepspeed" and self.stage >= from_stage)
         return math.ceil(size / shards(self.run)) if sharded else math.ceil(size)
 
@@ -505,7 +505,7 @@ class Memory:
     def update(self) -> int:
         """Bytes that the update allocates for a while.
 
-        DeepSpeed gives torch's optimizer one flat fp32 parameter. ZeRO-3 gives it one per billion.
+        DeepSpeed gives torch's optimizer one flat fp32 parameter, ZeRO-3 one per billion weights.
         """
         if self.offloads:
             return 0

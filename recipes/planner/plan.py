@@ -294,8 +294,8 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
     """Return changes to try, in order, if nothing fits, or alternatives if only offload fits.
 
     `row` is the plan of the requested run. If nothing fits, each change saves GPU memory, or RAM if
-    only RAM is too small; of changes with equal needs, only the first is returned. If only offload
-    fits, the first change that fits without offload is returned, and the first such with adapters.
+    only RAM is too small; of changes that need the same memory, the first is returned. If only
+    offload fits, return the first change that fits without offload, and the first with adapters.
     """
     if best and best.run.engine.offload_optimizer == "none":
         return []
@@ -313,10 +313,10 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 
 
 def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[NextStep]:
-    """Yield each change, and the change with Liger's loss if only the logits do not fit.
+    """Yield each change, and the same change with Liger's loss if only the logits do not fit.
 
     Changes that are not legal here, or that peft refuses, are left out. The user's Accelerate YAML
-    stays for `standard` and for the recipe of `row`; a step to another recipe drops the YAML.
+    stays for `standard` and for the recipe of `row`; a change to another recipe drops the YAML.
     """
     for recipe, changes, slowdown in _changes(row.run, planner.estimator.length(row.run)):
         with contextlib.suppress(UserError):

@@ -18,8 +18,8 @@ from recipes.run.known_gpus import CATALOGUE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# The share of a GPU's peak that trainings reach (MFU), and its source. The first entry with which
-# the GPU's name begins is used. torchtitan: Llama 3 8B with FSDP2, in docs/performance.md,
+# The share of a GPU's peak that trainings reach (MFU), and its source. The first entry that the
+# GPU's name starts with is used. torchtitan: Llama 3 8B with FSDP2, in docs/performance.md,
 # 33 % on eight H100 without torch.compile (39 % with it), 57 % on 64 A100. RTX 4090: GPT-2 at 29 %
 # of an A100's peak, github.com/karpathy/nanoGPT/issues/182. V100: bert-large in fp16, 18.64
 # sequences of 512 tokens per second, in Hugging Face's guide to training on a single GPU.
@@ -169,8 +169,8 @@ def _attention_flops(config: PreTrainedConfig, length: float) -> float:
 def exchanges(run: RunSpec, accumulation: int) -> int:
     """Return how many times gradients are reduced in an optimizer step.
 
-    DDP and FSDP2 reduce once at any accumulation, because Trainer skips the reduction in all
-    micro-batches but the last, unless `sync_each_batch` is set. ZeRO-2 and ZeRO-3 reduce in each.
+    DDP and FSDP2 reduce once: unless `sync_each_batch` is set, Trainer skips the reduction in all
+    micro-batches except the last. ZeRO-2 and ZeRO-3 reduce in each micro-batch.
     """
     if run.world_size == 1:
         return 0
@@ -199,7 +199,7 @@ def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
 
 
 def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int) -> int:
-    """Return a GPU's bytes to gather and scatter among shards, and reduce among HSDP's replicas."""
+    """Return the bytes a GPU sends: gathers and scatters among shards, and sums among replicas."""
     copies = run.engine.parallelism.replicate
     among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
     times = exchanges(run, accumulation)
@@ -222,7 +222,7 @@ def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:
 
     The GPU's share of the gradients goes to the host once in fp32, for Adam. With accumulation,
     DeepSpeed stores the 16-bit gradient sum on the host, but adds on the GPU. So the sum goes to
-    the host after every micro-batch, and returns before each but the first. ZeRO-3 moves the sum
+    the host after every micro-batch, and returns before every later one. ZeRO-3 moves the sum
     both ways in every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
     `async_inplace_copy_grad_to_fp32_buffer_from_gpu` in stage_1_and_2.py, `partition_grads` in
     stage3.py). Updated parameters return once; offloaded parameters go to the GPU for every forward

@@ -256,8 +256,8 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
 
 
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | None:
-    """Return the depths of two shallow models to trace, and the number of pieces that the deep
-    model has in addition to the first one's. None if the kinds of layers do not repeat.
+    """Return the depths of two shallow models to trace, and how many more pieces the deep model has
+    than the first shallow model. None if the kinds of layers do not repeat.
 
     A piece is a group of layers that repeats up to the last layer: one layer, or six in Gemma 3.
     Other layers may come before, such as dense layers before experts. The first shallow model has
@@ -345,7 +345,6 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 def at_batch(two: Traced, three: Traced, batch: float) -> Traced:
     """Extrapolate from traces of two and three sequences to `batch`, linearly.
 
-    A fractional `batch` means a shorter sequence, because nearly all sizes grow with the tokens.
     One sequence runs slightly different operations than two, but the result for one is at most
     0.2 % off on the models in the tests. Raises `ValueError` if the traces' operations differ.
     """
@@ -426,7 +425,7 @@ def _same(one: Sequence[object], two: Sequence[object]) -> int:
 
 
 def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """Return by how many allocations later `other` frees and completes each tensor than `one`."""
+    """Return how many allocations later `other` frees or completes each tensor than `one` does."""
     step = other - one
     if step[:, [SIZE, LOGITS]].any() or not np.isin(step[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

@@ -41,14 +41,14 @@ def problems_by_rule(run: RunSpec) -> Iterator[tuple[str, Problem]]:
             yield from ((rule.name, problem) for problem in rule(run))
     if run.outer_engine is None:
         return
-    # train.py starts another engine, but the launch still reads its own YAML: report that YAML too.
+    # train.py starts another engine, but the launch still reads its own YAML: check that YAML too.
     for name, problem in problems_by_rule(replace(run, engine=run.outer_engine)):
         if problem.source == run.outer_engine.source:
             yield name, problem
 
 
 def new_problems(run: RunSpec, before: RunSpec) -> list[Problem]:
-    """Return the problems of `run` that `before`, the same run with fewer facts, did not have."""
+    """Return the problems that are new since `before`, the same run with fewer facts known."""
     known = check(before)
     return [problem for problem in check(run) if problem not in known]
 

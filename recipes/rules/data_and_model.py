@@ -148,7 +148,7 @@ def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
 
 
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
-    """Return the problem of a run that evaluates without a test split. `has` names its splits."""
+    """Return the problem of an evaluation without a test split. `has` says which splits exist."""
     slices = "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"
     return Problem(
         "dataset_test_split",
@@ -336,7 +336,7 @@ def attention_fits_the_machine(run):
     if not on_gpu(run):
         what = f"{name} does not train on a CPU" if flash or name == "flex_attention" else ""
     elif flash and card < (8, 0):
-        what = f"needs compute capability 8.0: {here}"
+        what = f"needs compute capability 8.0 or higher: {here}"
     elif flash == 3 and card[0] > 9:
         what, fix = f"FlashAttention 3 has kernels only for Hopper: {here}", "flash_attention_2 or flash_attention_4"
     elif flash > 2 and card[0] < 9:
@@ -356,8 +356,8 @@ def attention_fits_the_machine(run):
 
 def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
     """Yield a problem for each setting that the model's class does not support. Libraries refuse
-    it after the weights are loaded: `BloomForCausalLM does not support an attention implementation
-    through ...`, `Could not find the transformer layer class GPT2Block in the model.`
+    the setting after loading the weights: `BloomForCausalLM does not support an attention
+    implementation ...`, `Could not find the transformer layer class GPT2Block in the model.`
     """
     name = run["attn_implementation"] or ""
     kind = "flash_attn" if _flash_version(name) else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)

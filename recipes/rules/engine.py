@@ -1,9 +1,9 @@
 """Rules about the engine, its Accelerate YAML, DeepSpeed JSON or `fsdp_config`, and DDP's settings.
 
-These rules find settings that accelerate and DeepSpeed silently accept but train differently, runs
-that hang or fail after minutes, and settings that depend on the GPU. The probe reports what the
-libraries refuse at once. The probe also compares the arguments with a DeepSpeed JSON, and with
-DeepSpeed's defaults for keys that the JSON leaves out.
+These rules find settings with which a run silently trains something else, settings that depend on
+the GPU, and runs that hang or fail after minutes. The probe reports what the libraries refuse at
+once. The probe also compares the arguments with a DeepSpeed JSON, and with DeepSpeed's defaults for
+keys that the JSON leaves out.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def _machines(run: RunSpec) -> int:
 
 @rule
 def recipe_has_its_own_engine(run):
-    """--deepspeed, or a launch engine that train.py keeps, replaces the recipe's engine. Then
-    `sharded` does not shard, and a memory recipe does not offload. In a plain DDP launch, train.py
-    starts the recipe's own engine. On a CPU nothing is sharded.
+    """--deepspeed, or a launch with FSDP or DeepSpeed, replaces the recipe's engine. For example, a
+    memory recipe then does not offload. In a plain DDP launch, train.py starts the recipe's own
+    engine. On a CPU, `sharded` does not shard.
     """
     own = from_yaml(shipped(run.recipe.engine))
     if own.kind == "fsdp" and not run.hardware.can_shard and run.engine.kind not in ("fsdp", "deepspeed"):
@@ -120,7 +120,7 @@ def one_engine_is_asked_for(run):
     asked = mapping(launch.raw.get("deepspeed_config")).get("deepspeed_config_file")
     asked = launch.title if launch.kind == "fsdp" else asked
     if asked and asked != run["deepspeed"]:
-        fix = f"leave one of the two out; {launch_with('standard.yaml')} suits --deepspeed"
+        fix = f"leave --deepspeed out, or start the run with {launch_with('standard.yaml')}"
         yield problem(run, "deepspeed", f"silently replaces {asked}, which the launch asks for", fix)
 
 
@@ -311,7 +311,7 @@ def tensor_parallelism_fits_the_run(run):
 
 # --- accelerate's ParallelismConfig: the probe lets accelerate check the sizes -----------------
 
-_INSTEAD = 'leave it out; a DeepSpeed JSON with "tensor_parallel": {"autotp_size": 2} divides the model'
+_INSTEAD = 'leave it out; to divide the model, use "tensor_parallel": {"autotp_size": 2} in a DeepSpeed JSON'
 
 
 @rule
@@ -343,7 +343,7 @@ def sequences_and_models_are_not_divided(run):
 
 
 def _of_size(run: RunSpec, field: str, what: str, fix: str) -> Problem:
-    """Return a problem with a size of the ParallelismConfig, named as its keyword or YAML key."""
+    """Return a problem with a size of the ParallelismConfig, under its keyword or YAML key."""
     source, name = run.engine.parallelism.source, SIZES[field]
     return Problem(name if source == "argument" else f"parallelism_config_{name}", what, fix, source)
 

@@ -36,7 +36,7 @@ Judge = Callable[[RunSpec], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A named check. `judge` yields a run's problems. `why` is the failure that it prevents.
+    """A named check. `judge` yields a run's problems. `why` is the prevented failure.
 
     `of_train_py` is True if the rule depends on how train.py handles model, data and metrics. The
     user's own script may handle them differently, so `check` skips such a rule for a script.
@@ -86,7 +86,7 @@ def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "er
 
 
 def in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """Return a problem with the path `subject` in the DeepSpeed JSON."""
+    """Return a problem with the DeepSpeed JSON's key `subject`, such as `scheduler.params`."""
     return Problem(subject, what, fix, json_source(run), severity)
 
 

@@ -48,7 +48,7 @@ def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
     """Return what the installed libraries refuse in a run. Importing the libraries takes seconds.
 
     `launched` is True if a launcher has started this process (default: `run.place.launched`). The
-    probe then finds the launcher's variables, and does not parse the YAML as the launcher would.
+    probe then reads the launcher's variables instead of parsing the YAML as the launcher would.
     Environment variables and the state of accelerate and transformers are restored at the end.
     """
     found: list[Problem] = []
@@ -93,7 +93,7 @@ def _answer(run: RunSpec, sender: Any, printed: int) -> None:
 
 @contextlib.contextmanager
 def _state_as_before() -> Iterator[None]:
-    """Clear the libraries' process-wide state and the variables of ranks. Restore all on exit."""
+    """Clear the libraries' process-wide state and variables such as RANK. Restore both on exit."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations import deepspeed
 
@@ -274,7 +274,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
 
     class Config(DeepSpeedConfig):
         def _configure_train_batch_size(self) -> None:
-            # Count all processes of an autotp_size group, but one for all that share a sequence.
+            # Count every process of an autotp_size group, but only one process per shared sequence.
             self.world_size = run.data_parallel_size * tensor // self._param_dict.get("sequence_parallel_size", 1)
             super()._configure_train_batch_size()
 
@@ -352,7 +352,7 @@ def _optimizer_class(section: dict[str, Any]) -> Any:
     if name.lower() in own and not params.get("torch_adam"):
         return own[name.lower()]
     of_torch = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}.get(name.lower(), name)
-    unknown = [object] if name.lower() in DEEPSPEED_OPTIMIZERS else []  # of the package mup, and DeepSpeed's own
+    unknown = [object] if name.lower() in DEEPSPEED_OPTIMIZERS else []  # for optimizers of mup and DeepSpeed
     return getattr(torch.optim, of_torch, *unknown)
 
 

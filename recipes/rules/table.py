@@ -1,7 +1,7 @@
 """The table of rules whose condition is one expression. To add a rule, add a row.
 
 Each kind of row has its own tuple: settings that a run does not read, values out of range, missing
-packages, and all other mistakes, each an `error_row` or `advice_row`. A rule that needs more than
+packages, and for all other mistakes `error_row` and `advice_row`. A rule that needs more than
 one expression is a function in `engine`, `training` or `data_and_model`; these modules have rows of
 their own too.
 
@@ -146,7 +146,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "eval_accumulation_steps dataloader_prefetch_factor early_stopping_patience dataset_num_proc lora_r "
      "save_total_limit"),  # Trainer reads 0 as no limit
-    ("a number of steps, or -1 for num_train_epochs", lambda value: value == -1 or value > 0, "max_steps"),
+    ("a number of steps, or -1 to train for num_train_epochs", lambda value: value == -1 or value > 0, "max_steps"),
     ("a number of steps, or a fraction of the run below 1", lambda value: value > 0, "logging_steps save_steps"),
     ("a number of steps, or a fraction of the run below 1", lambda value: value >= 0, "eval_steps"),
     ("a number above 0", lambda value: value > 0, "num_train_epochs memory_limit lora_alpha"),
@@ -249,7 +249,7 @@ _ERRORS = (
               "--fp16, with --bf16 false",
               "A T4 or V100 computes bf16 several times slower than fp16, though torch reports bf16 as supported."),
     error_row("tf32_needs_sm80", "tf32", lambda run: run["tf32"] and run.hardware.capability < (8, 0),
-              "needs a GPU of compute capability 8.0", "leave it out",
+              "needs a GPU of compute capability 8.0 or higher", "leave it out",
               "On an older GPU: `ValueError: --tf32 requires Ampere or a newer GPU arch, cuda>=11 and torch>=1.7`"),
     error_row("fp8_needs_sm89", "mixed_precision",
               lambda run: "fp8" in (mixed_precision(run), run.engine.mixed_precision) and on_gpu(run)
@@ -411,7 +411,7 @@ _OF_TRAIN_PY = (
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
                lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],
-               "is no: nothing shows when the model overfits",
+               "is 'no', so nothing shows when the model overfits",
                "--eval_strategy epoch --dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"),
 
     # What train.py does, and what it does not

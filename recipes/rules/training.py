@@ -94,7 +94,7 @@ def fit_chooses_the_micro_batch(run):
 
 @rule
 def yaml_compiles_what_the_arguments_do_not(run):
-    """A YAML's dynamo backend compiles despite `torch_compile=False`. DeepSpeed ignores it."""
+    """A YAML's dynamo backend compiles despite `torch_compile=False`, but not under DeepSpeed."""
     backend = run.engine.dynamo_backend
     if backend == "no":
         return
@@ -110,7 +110,7 @@ def yaml_compiles_what_the_arguments_do_not(run):
 def yaml_precision_agrees_with_arguments(run):
     """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`.
 
-    fp16 or bf16 among the arguments wins over the YAML. The rule only advises if the user wrote it.
+    An argument fp16 or bf16 wins over the YAML. If the user wrote it, the rule only advises.
     """
     asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
     given = run.engine.mixed_precision
@@ -263,7 +263,7 @@ ROWS = (
                and 0 < (run["eval_steps"] or run["logging_steps"]) < run["save_steps"],
                "{save_steps:g} saves fewer models than are evaluated, and may miss the best one",
                "leave it out: saving follows evaluation",
-               "Trainer loads only a saved model: if the best one was not saved, an older one, or none at all."),
+               "If the best model was not saved, Trainer loads another saved model, or none at all."),
     advice_row("best_is_the_better_value", "greater_is_better",
                lambda run: _smaller_is_better(run) is not None and run["greater_is_better"] == _smaller_is_better(run)
                and (run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]),

@@ -67,7 +67,7 @@ def split(
         batch = Batch(micro, accumulation, data_parallel, reason)
         if total not in (None, batch.total):
             what = f"{total} contradicts micro-batch x accumulation x data-parallel size = {batch}"
-            fix = f"leave one of the three out, or write --global_batch_size {batch.total}"
+            fix = f"leave the micro-batch or the accumulation out, or write --global_batch_size {batch.total}"
             raise mistake("global_batch_size", what, fix)
         return batch
     assert total is not None

@@ -50,7 +50,7 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with its values. The flag is empty for a word that belongs to none."""
+    """Yield each flag with its values. The flag is empty for a word that belongs to no flag."""
     rest = list(argv)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
@@ -118,7 +118,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
 
 
 def unknown(name: str, source: str) -> Problem:
-    """The problem of an unknown name: renamed, removed, legal in another place, or misspelt."""
+    """Return a problem: the name was renamed or removed, belongs elsewhere, or is misspelt."""
     if name in moved.RENAMED:
         what, new = moved.RENAMED[name]
         return Problem(name, what, f"--{new}" if source == COMMAND_LINE and new in legal.settings() else new, source)
@@ -177,7 +177,7 @@ def coerce(value: object, known: legal.Field) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"needs a finite number, got {value}")
     if known.choices and isinstance(value, str) and value not in known.choices:
-        raise ValueError(f"{value!r} is not one of its values")
+        raise ValueError(f"{value!r} is not a value of this setting")
     return value
 
 
@@ -219,7 +219,7 @@ def _names(types: frozenset[str]) -> str:
 def _expected(known: legal.Field, dashes: str) -> str:
     """Return the fix for a wrong value. `dashes` is `--` if the value is from a command line."""
     if known.name == "parallelism_config":
-        return 'a DeepSpeed JSON with "tensor_parallel": {"autotp_size": 2}; for FSDP, dp_ sizes in an Accelerate YAML'
+        return '"tensor_parallel": {"autotp_size": 2} in a DeepSpeed JSON, or parallelism_config in an Accelerate YAML'
     if known.choices:
         return "one of " + ", ".join(known.choices)
     if known.name == "dataset_name":

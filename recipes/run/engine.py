@@ -1,4 +1,4 @@
-"""Reads engines (DDP, FSDP, DeepSpeed, one process) from YAMLs, JSONs, arguments and variables.
+"""Reads engines (DDP, FSDP, DeepSpeed, one process) from YAMLs, JSONs, flags and the environment.
 
 `place.engine_for` decides which of these sources wins in a run.
 """
@@ -59,7 +59,7 @@ class Parallelism:
 
 
 def sizes_of(values: Mapping[str, Any], source: str, prefix: str = "") -> Parallelism:
-    """Read the sizes from keyword arguments, a YAML's keys or variables. Numbers may be text."""
+    """Read the sizes from keyword arguments, a YAML or the environment. Numbers may be text."""
     read = {field: _count(values.get(f"{prefix}{name}")) for field, name in SIZES.items()}
     return Parallelism(**read, source=source)
 
@@ -123,7 +123,7 @@ def from_yaml(path: str | Path) -> Engine:
     """
     raw = read_yaml(path, "--accelerate_config")
     if not raw:
-        fix = "use a file of `recipes where`, or write compute_environment, distributed_type and num_processes"
+        fix = "use a file that `recipes where` lists, or write compute_environment, distributed_type and num_processes"
         raise mistake("--accelerate_config", f"{path} is empty, and accelerate launch refuses an empty file", fix)
     kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false
     dynamo, sizes = _section(raw, "dynamo_config"), _section(raw, "parallelism_config")
@@ -227,7 +227,7 @@ def _device(section: object, plain: object) -> str:
 def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
     """Return the engine with Trainer's own `--fsdp` (`words`) and `--fsdp_config` (`config`).
 
-    Trainer's FSDP version wins over the launch's. Both can turn on offload.
+    Trainer's FSDP version wins over the launch's. Each of the two can turn on offload.
     """
     content = config if isinstance(config, Mapping) else read_json(str(config or ""))[0] or {}
     section = {str(key).removeprefix("fsdp_"): value for key, value in content.items()}
@@ -236,7 +236,7 @@ def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
 
 
 def _as_fsdp(engine: Engine, version: object, offload: object) -> Engine:
-    """Return the engine as FSDP of this version. Parameters and optimizer offload together."""
+    """Return the engine as FSDP of this version, which offloads both or nothing."""
     device = "cpu" if str(offload).lower() in ("true", "1") else "none"
     return replace(engine, kind="fsdp", fsdp_version=_int(version), offload_optimizer=device, offload_param=device)
 

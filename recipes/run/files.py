@@ -68,7 +68,7 @@ def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
-    """Read the mapping in a YAML file. Without one, raise `UserError` about the flag `subject`.
+    """Read the mapping in a YAML file. Raises `UserError` about the flag `subject` if that fails.
 
     With `as_text` every value stays text, because YAML would read `8:00:00` as 28800.
     """

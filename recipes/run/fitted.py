@@ -23,7 +23,7 @@ _SETTINGS = (
 
 
 def identity(run: RunSpec) -> Json:
-    """Return the settings, world size, devices and data that a fit is valid for, as JSON."""
+    """Return what the fit of a run depends on, as JSON: settings, world size, devices and data."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}

@@ -2,7 +2,7 @@
 
 A GPU has three memory sizes: the size on the box, the total that nvidia-smi shows, and the memory
 that CUDA and torch can allocate. The driver keeps 0.25 to 0.9 GiB of the total for itself, so a
-plan must fit the third size. It varies with the driver: `torch_bytes` is the smallest value seen.
+plan must fit the third size, which varies with the driver: `torch_bytes` is the smallest seen.
 ECC is as shipped: on for data centre GPUs, where it takes a sixteenth of GDDR6 memory, and off for
 RTX A6000 and RTX 6000 Ada.
 

@@ -51,8 +51,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """True for the weights of a sequence classifier, which would load into a language model without
-    an error.
+    """True if the configuration is of a sequence classifier, whose weights would load into a
+    language model without an error.
     """
     names = config.get("architectures")
     return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)

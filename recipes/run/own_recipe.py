@@ -64,7 +64,7 @@ def own_settings(recipe: Recipe) -> dict[str, Setting]:
 def _from_yaml(file: str) -> Recipe:
     content = read_yaml(file, "recipe")
     if "base" not in content:
-        fix = "write base: fast, or another recipe; settings belong to --config, an Accelerate YAML to the launcher"
+        fix = "write base: fast, or give settings with --config, an Accelerate YAML with --accelerate_config"
         raise mistake("recipe", f"{file} has no base", fix)
     base = str(content["base"])
     if base not in RECIPES:

@@ -19,12 +19,12 @@ from recipes.run.hardware import Hardware
 class Place:
     """The processes of a run and their machine, before the launch or in a launched process.
 
-    `world_size` counts all processes, `local_world_size` the processes of one node. `packages` are
-    those known to be installed on another machine that will train; None if the run trains in this
-    environment. `yaml` is the engine of the Accelerate YAML that the user names for the launch;
-    None means that the recipe decides. `launched` is True in a process of train.py: its environment
-    variables then show which engine the launcher has set up. `trained_by` is train.py, the user's
-    own script, or nobody: a plan needs neither a model nor data, and trains nothing.
+    `world_size` counts all processes, `local_world_size` the processes of one node. If another
+    machine will train, `packages` names packages that are surely installed there; None means that
+    the run trains here. `yaml` is the engine of the Accelerate YAML that the user names for the
+    launch; None means that the recipe decides. `launched` is True in a launched process of
+    train.py, whose environment shows the engine that the launcher has set up. `trained_by` is
+    train.py, the user's own script, or nobody for a plan, which needs neither a model nor data.
     """
 
     world_size: int
@@ -123,6 +123,6 @@ def _launched_engine(place: Place) -> Engine:
 
 
 def _inside(launch: Engine, engine: Engine) -> Engine:
-    """Return the `engine` of train.py itself, with the processes and group sizes of the launch."""
+    """Return the `engine` that train.py sets up, with the processes and group sizes of `launch`."""
     sizes = replace(launch.parallelism, autotp=engine.parallelism.autotp)
     return replace(engine, num_processes=launch.num_processes, parallelism=sizes)

@@ -67,7 +67,7 @@ def _is_record(content: Json) -> bool:
 
 
 def is_record_at(path: str) -> bool:
-    """True if the path is a folder, a file named run.json, or a JSON with such content."""
+    """True if the path is a folder, a run.json, or a JSON file with the content of a run.json."""
     file = file_of(path)
     return file.name == NAME or (file.suffix == ".json" and _is_record(read_json(file)[0] or {}))
 
@@ -105,7 +105,7 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
     """Return the recorded values that this machine would decide differently. `derived` is the run
-    that the same written settings give here with the recorded number of processes.
+    that results here from the same written settings and the recorded number of processes.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
@@ -134,7 +134,7 @@ def is_derived(source: str) -> bool:
 
 
 def is_legal(name: str, value: Any) -> bool:
-    """True if the installed libraries accept the value, for example another version's default."""
+    """True if the installed libraries accept the value, which may be another version's default."""
     problems: list[Problem] = []
     return bool(accept({name: value}, NAME, problems)) and not problems
 
@@ -148,7 +148,7 @@ def plain(value: Any) -> Any:
 
 
 def places_of(run: RunSpec) -> dict[str, str]:
-    """Map settings to the absolute paths of the files or folders they name, without mixtures."""
+    """Map settings to the absolute paths of the files or folders they name. Omit mixtures."""
     named = {name: re.sub(r"(?<=\.py):\w*$", "", run[name]) for name in _INPUTS if isinstance(run[name], str)}
     return {name: str(expanded(path).resolve()) for name, path in named.items() if paths_of(path)}
 

@@ -1,7 +1,7 @@
 """`resolve()` makes one `RunSpec` from command line > file > recipe > library default.
 
-This module collects the values that the user wrote. `RunSpec.setting` decides any other value when
-it is read. A wrong setting does not raise: `resolve` collects the problems, so that
+This module collects the values that the user wrote. `RunSpec.setting` decides every other value
+when someone reads it. A wrong setting does not raise: `resolve` collects the problems, so that
 `check` reports all of them at once.
 """
 

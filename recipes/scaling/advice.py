@@ -94,7 +94,7 @@ def _shorter(
 def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     if row.syncs and row.syncs > 1:
         flags = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}'}
-        why = f"{row.syncs:.0f} gradient synchronizations per step where one is enough: only the last pass needs it"
+        why = f"{row.syncs:.0f} gradient synchronizations per step where one is enough, in the last backward pass"
         yield _shorter(
             "sync_once", "exchange gradients once a step", why, row, step, waits * (1 - 1 / row.syncs), flags
         )
@@ -177,7 +177,7 @@ def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
 
 
 def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:
-    """Yield the fastest world size, if it is smaller than this one and at least as fast.
+    """Yield the fastest world size if it is smaller than this size and at least as fast.
 
     Yield nothing if the repeats differ by more than the two sizes do.
     """
@@ -213,7 +213,7 @@ class Applied:
         elif self.off is None:
             judged = "not judged, because there is only a single pair of runs"
         elif differs <= self.off:
-            judged = f"too noisy to judge, the repeats leave {self.off:.0%} uncertainty. "
+            judged = f"too noisy to judge, because the repeats leave an uncertainty of {self.off:.0%}. "
             judged += "Measure on a quiet machine, or with more repeats"
         else:
             judged = f"off by {differs:.0%}"

@@ -217,13 +217,13 @@ def _typical(rows: Sequence[Timing]) -> Timing:
 
 
 def band(efficiency: float) -> str:
-    """Return the band of the printed efficiency: 84.96 % is printed as 85.0%, and is excellent."""
+    """Return the band of an efficiency rounded as printed: 84.96 % (printed 85.0%) is excellent."""
     efficiency = round(efficiency, 3)
     return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
 
 
 def _serial_fraction(sizes: Sequence[Size]) -> float | None:
-    """Return Amdahl's serial fraction; None if there are under three sizes or they break his law.
+    """Return Amdahl's serial fraction; None if the sizes break his law or are fewer than three.
 
     The experimentally determined fractions (Karp and Flatt 1990, "Measuring parallel processor
     performance") are constant over the sizes that follow Amdahl's law (Amdahl 1967, "Validity of

@@ -63,7 +63,7 @@ class Cause:
 class Losses:
     """The losses of a step. `causes` are in the order in which to fix them, the largest first.
 
-    But if data loading sets the pace, it comes before every cause that overlaps with data loading.
+    But if data loading sets the pace, the causes that overlap with data loading come last.
     """
 
     causes: tuple[Cause, ...] = ()
@@ -247,7 +247,7 @@ def _slowdowns(row: Timing, step: float, whole: float | None, share: float | Non
 def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[tuple[str, float, str]]:
     """Yield each cause, the factor by which it makes computing longer, and the evidence.
 
-    One process alone takes `whole` seconds for the global batch and `share` seconds for its share.
+    One process alone takes `whole` seconds for the global batch, `share` seconds for one share.
     """
     middle, slowest = row.no_sync_step, row.no_sync_step_max
     if middle and slowest:
@@ -264,13 +264,13 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
         yield "contention", middle / share, words
     if whole:
         ideal = whole / row.num_processes
-        words = f"one process alone takes {alone} for one share of the batch, but "
-        words += f"1/{row.num_processes} of its time for the whole batch is only {milliseconds(ideal)}"
+        words = f"one process alone takes {alone} for 1/{row.num_processes} of the batch, longer than "
+        words += f"1/{row.num_processes} of its time for the whole batch ({milliseconds(ideal)})"
         yield "work", share / ideal, words
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield how much longer passes and optimizer take than in one process alone with this share."""
+    """Yield how much longer passes and optimizer take than one process alone (`share` seconds)."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)

@@ -60,7 +60,7 @@ class Timing:
     data_wait_max: float | None = None  # of the slowest process
 
     # The time of a step without gradient synchronization, of the median and of the slowest process.
-    # Of two processes, the faster one is the median. A mean would blame half of a slowdown on both.
+    # Of two processes, the faster one is the median: a mean would make both look slow.
     no_sync_step: float | None = None
     no_sync_step_max: float | None = None
     pass_overhead: float | None = None  # of a forward and backward pass: the cost that does not depend on the examples

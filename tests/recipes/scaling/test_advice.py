@@ -108,7 +108,7 @@ def test_fewer_processes_are_advised_where_more_are_slower():
     [
         ((1.48, 1.5, 1.52), "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51): within 5%"),
         ((1.98, 2.0, 2.02), "measured 2.00 (1.99 to 2.01): off by 33%"),
-        ((1.2, 1.7, 2.2), "too noisy to judge, the repeats leave"),
+        ((1.2, 1.7, 2.2), "too noisy to judge, because the repeats leave"),
         ((2.0,), "a single pair"),
     ],
     ids=["right", "wrong", "noisy", "single"],

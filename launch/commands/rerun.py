@@ -64,7 +64,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print_note(f"launcher flags that are not repeated: {left_out}; set them in a YAML for --accelerate_config", out)
     for name, what in MATERIAL.items():
         if run[name] and None in (record.get(what), here_now[what]):
-            print_note(f"{title(run[name])} may have changed: its contents are not known yet", out)
+            print_note(f"{title(run[name])} may have changed: its contents could not be compared", out)
     refusals = [f"{plural(len(rows), 'difference')} from the recorded run"] if rows else []
     if resumed := several(record):
         print_note(f"the recorded run was resumed {resumed}, so an uninterrupted rerun is not equal bit for bit", out)

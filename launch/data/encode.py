@@ -26,7 +26,7 @@ _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
 
 @dataclass
 class Text:
-    """A prompt, learned or not, and its completion. A plain text is a prompt that is learned."""
+    """A prompt, in the loss or not, and its completion. A plain text is a prompt in the loss."""
 
     prompt: str
     completion: str

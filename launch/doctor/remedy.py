@@ -66,7 +66,7 @@ def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
 
 @dataclass
 class _Attempts:
-    """Further probe runs, while time is left. `failed` are the other nodes that failed a check."""
+    """Further probe runs, while time is left. `failed` lists other nodes with a failed check."""
 
     meeting: Meeting
     stages: tuple[str, ...] = ()

@@ -117,7 +117,7 @@ def measure(topic: str, setup: Setup, rank: int) -> Json:
     Each row has: `seconds`, the median of an optimizer step, and `off`, its relative error;
     `synchronisations` and `sent_bytes` (given to the all-reduce) per step; `gradient`, the norm in
     the first step, as the optimizer gets it; `difference`, the relative difference of this gradient
-    from the first row's; `lost`, the share of the first row's nonzero values that are zero here;
+    from the first row's; `lost`, the share of the first row's nonzero gradient values that are 0;
     `loss`, None if it is not finite.
     """
     variants, gradients_of = TOPICS[topic].variants, TOPICS[topic].gradients_of

@@ -236,7 +236,7 @@ class Azure(Target):
         """Stream the log of a running job, or download and print the log of an ended job."""
         name, state = submission.job, cls.state(submission)
         if not cls.is_over(state) and not following:
-            raise mistake("logs", f"job {name} is {state}", f"recipes logs -f {folder}, or open {submission.log}")
+            raise mistake("logs", f"the job is still {state}", f"recipes logs -f {folder}, or open {submission.log}")
         jobs = connected(submission.workspace).jobs
         with silence(), _asking():
             jobs.download(name, download_path=folder) if cls.is_over(state) else jobs.stream(name)
@@ -253,7 +253,7 @@ _REMOTE = re.compile(
 
 
 def _remote(name: str, uri: str) -> str:
-    """Return `uri` if it names data in the cloud. The SDK mistakes any other text for a path."""
+    """Return `uri`. Raise `UserError` unless it is in the cloud: the SDK would upload a path."""
     if _REMOTE.fullmatch(uri):
         return uri
     fix = "use azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
@@ -378,7 +378,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
 
 
 def training_in(content: Json) -> Training | None:
-    """Return the training that a job's command starts, inputs filled in; None if it starts none."""
+    """Return the training in a job's command, with the values of inputs; None if there is none."""
     inputs, outputs = mapping(content.get("inputs")), mapping(content.get("outputs"))
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():

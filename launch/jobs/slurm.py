@@ -152,7 +152,7 @@ class Slurm(Target):
         """Return the job's nodes. Their GPU type is assumed, as it cannot be read from here."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
-            what = f"{self.gpus_per_node!r} is not a number of GPUs of one type"
+            what = f"{self.gpus_per_node!r} is neither N nor TYPE:N"
             raise mistake("gpus_per_node", what, "--gpus_per_node 4, or a100:4")
         gpus = int(found[1])
         processes = processes or max(1, gpus)

@@ -273,7 +273,7 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
     ]
     if not found:
         there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)
-        raise mistake("apply", "no timings match these flags", f"choose by --recipe, --num_processes, --name: {there}")
+        raise mistake("apply", "no timings match these flags", f"set --recipe, --num_processes, --name: {there}")
     return max(found, key=lambda pair: pair[1].num_processes)
 
 

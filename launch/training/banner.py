@@ -98,7 +98,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
     }
     out.print(_table({name: line for name, line in lines.items() if line}))
     if run.local_world_size < len(run.hardware.gpus):
-        what = f"only {run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')} are used"
+        what = f"uses only {run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')}"
         fix = f"--num_processes {len(run.hardware.gpus) * run.world_size // run.local_world_size}"
         print_problems([Problem("num_processes", what, fix, severity="advice")], out)
 

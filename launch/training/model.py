@@ -200,9 +200,9 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
-    """Create the model with random weights, which are equal on all ranks. On CPUs all
-    engines create equal weights. ZeRO-3 differs: there a GPU draws other random numbers than a CPU,
-    and transformers before 5.23 does not scale GPT-2's residual projections.
+    """Create the model with random weights, which are equal on all ranks. On CPUs they
+    are also equal under all engines. On GPUs, ZeRO-3 draws other random numbers. Under ZeRO-3,
+    transformers before 5.23 does not scale GPT-2's residual projections.
     """
     known = config.get_text_config().vocab_size
     if vocabulary > known:

@@ -295,7 +295,7 @@ def requests_of(memory: Memory, states: Components) -> Requests:
 
     Two steps are needed because the first update puts the optimizer's state where activations were.
     A third micro-batch would only repeat the second one. With DeepSpeed and FSDP, each of `states`
-    is one allocation at the start, including all parameters gathered at the fullest moment. ZeRO-1
+    is one allocation at the start, and so is the most that is ever gathered of parameters. ZeRO-1
     and ZeRO-2 allocate their bucket in each micro-batch.
     """
     requests = Requests()

@@ -147,13 +147,13 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
-    """True if a fused kernel (flash, efficient, cuDNN) supports the tensors. Each saves the same.
+    """True if a fused kernel (flash, efficient, cuDNN) supports the tensors. All save the same.
 
     Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. The flash kernel needs capability 8.0,
     16 bits, no mask, and equal head sizes of at most 256. The efficient kernel supports masks, but
     needs aligned head sizes, and refuses bfloat16 below 8.0. Up to torch 2.13 it refuses grouped
-    heads (for later torch, plans are too high). The math kernel runs for grouped heads in fp32, and
-    below 8.0 for bfloat16 and unmasked grouped heads (with a mask, transformers repeats heads).
+    heads (for later torch, plans are too high). Grouped heads in fp32 run in the math kernel.
+    Below 8.0, so do bfloat16 and unmasked grouped heads: with a mask, transformers repeats heads.
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
@@ -264,7 +264,7 @@ class _Loss(torch.autograd.Function):
 
     Source: Liger's ops/fused_linear_cross_entropy.py. The gradients of rows (tokens, width) and
     head have the dtypes of rows and head. From capability 8.0 on, each product is added to the
-    head's gradient in place. Below 8.0, the product and an fp32 copy of the product come first.
+    head's gradient in place. Below 8.0, the product and an fp32 copy are allocated first.
     """
 
     @staticmethod

@@ -149,7 +149,7 @@ def config_of(model: str) -> PreTrainedConfig:
 
 
 def description(model: str) -> str:
-    """Return one line about the shape that is planned for a size or a public model's name."""
+    """Return one line about the architecture that a size or a public model's name stands for."""
     shape, public = _shape_of(model)
     like = "the shape of" if shape == public else "a shape like that of"
     like = "the model could not be read from the Hub: this is the known shape of" if model in SHAPES else like

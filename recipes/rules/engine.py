@@ -126,7 +126,7 @@ def one_engine_is_asked_for(run):
 
 @rule
 def fsdp_needs_ranks_with_gpus(run):
-    """On a CPU, an FSDP YAML or `--fsdp` silently trains plain DDP: nothing is sharded. One process
+    """On a CPU, an FSDP YAML or `--fsdp` is silently ignored: plain DDP shards nothing. One process
     with `--fsdp` ends in `Using fsdp only works in distributed training` once the model is loaded.
     """
     shards_nothing = "shards nothing on a CPU: the run is plain DDP"
@@ -352,7 +352,7 @@ def _of_size(run: RunSpec, field: str, what: str, fix: str) -> Problem:
 
 
 def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """Return a problem with a key of `fsdp_config`, in the argument or else in the YAML."""
+    """Return a problem with a key of --fsdp_config, or else of the Accelerate YAML."""
     if run["fsdp"] and {key, f"fsdp_{key}"} & set(mapping(run["fsdp_config"])):
         return Problem("fsdp_config", f"{key} {what}", fix, run.setting("fsdp_config").source, severity)
     return in_yaml(run, f"fsdp_{key}", what, fix, severity)

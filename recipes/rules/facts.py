@@ -148,7 +148,7 @@ def zero_stage(run: RunSpec) -> int:
 
 
 def uses_fsdp(run: RunSpec) -> bool:
-    """True if FSDP shards the model. On a CPU accelerate ignores FSDP and trains plain DDP. With
+    """True if FSDP shards the model. On a CPU accelerate ignores FSDP and uses plain DDP. With
     `--deepspeed`, train.py switches FSDP off.
     """
     return run.hardware.can_shard and not uses_deepspeed(run) and (run.engine.kind == "fsdp" or bool(run["fsdp"]))

@@ -1,6 +1,6 @@
 """The probe builds the objects that a training builds, and reports what the libraries refuse.
 
-The probe needs no GPU and joins no process group: rules judge what depends on the GPU. An object
+The probe needs no GPU and no process group. Rules judge what depends on the GPU. An object
 that cannot be built becomes a problem in the library's own words, with the source of the value.
 """
 

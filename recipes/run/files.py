@@ -78,7 +78,7 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise mistake(subject, f"{path} cannot be read: {reason}", "the path of an existing YAML file") from None
+        raise mistake(subject, f"{path} cannot be read: {reason}", "give a YAML file that exists, in UTF-8") from None
     try:
         content = yaml.load(text, yaml.BaseLoader if as_text else yaml.SafeLoader) or {}
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # `2026-13-13` is an illegal date

@@ -147,7 +147,7 @@ def _change(name: str, value: Any, file: str) -> Value | None:
         raise mistake(name, "cannot be changed by a recipe", "leave it out", file)
     if callable(value):
         if name in _EARLY:
-            raise mistake(name, "cannot be computed from the run", "write a fixed value with its reason", file)
+            raise mistake(name, "cannot be computed from the run", "write a fixed value and its reason", file)
         return lambda run: _decision(name, _run(file, value, run), file)
     return None if value is None else _decision(name, value, file)
 

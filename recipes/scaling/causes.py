@@ -270,7 +270,7 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield how much longer passes and optimizer take than one process alone (`share` seconds)."""
+    """Yield the time of passes and optimizer beyond the `share` seconds of one process alone."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)

@@ -294,6 +294,10 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
 # --- 4 bits and adapters --------------------------------------------------------------------------
 
 
+# What peft trains as a whole in a classifier: modules whose names end so, such as `pre_classifier`.
+_HEADS = ("classifier", "score")
+
+
 def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
     compute = torch.bfloat16 if run["bf16"] else torch.float16 if run["fp16"] else torch.float32
     return BitsAndBytesConfig(
@@ -301,6 +305,8 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
         bnb_4bit_compute_dtype=compute,
+        # By itself, transformers 5.23 would also quantise a head that has a bias.
+        llm_int8_skip_modules=list(_HEADS) if run["task"] == "sequence_classification" else None,
         # FSDP shards only floats of one type: weights stored as bytes would stay whole on each GPU.
         bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )
@@ -321,6 +327,7 @@ def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
+        exclude_modules=f".*({'|'.join(_HEADS)})" if run["task"] == "sequence_classification" else None,
         use_dora=run["use_dora"],
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,
     )

@@ -34,8 +34,7 @@ def test_a_slow_gpu_is_named():
     ],
 )
 def test_dead_failed_and_hanging_ranks_are_told_apart(rank, words, advice):
-    waits = Report(0, "connection")
-    found = failure_in(requested(), [waits, Report(1, **{"stage": "connection", **rank})])
+    found = failure_in(requested(), [Report(0, "connection"), Report(1, **{"stage": "connection", **rank})])
     assert words in found.what and advice in found.fix
 
 

@@ -16,7 +16,6 @@ from tests.gpu.cases import measured
 from tests.support.running import launch, losses, train_here
 from tests.support.wide import LENGTH, texts_of, wide_model
 
-MIB = 2**20
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 

@@ -7,18 +7,16 @@ import sys
 import pytest
 
 from launch.train import main
+from tests.launch.host.test_launcher import ACCELERATE, ONE, TWO
 from tests.support.running import ROOT, SCRIPT, run
 
-CONFIGS = ROOT / "accelerate_configs"
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-TWO = ["--config_file", str(CONFIGS / "standard.yaml"), "--num_processes", "2", "--main_process_port", "0"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 OUR_LAUNCHER = [sys.executable, str(ROOT / "launch" / "host" / "launcher.py")]
 RECIPES = [sys.executable, "-m", "launch"]
 
 LAUNCHERS = {
     "python": [sys.executable, str(SCRIPT)],
-    "accelerate launch": [*ACCELERATE, "--config_file", str(CONFIGS / "single.yaml"), str(SCRIPT)],
+    "accelerate launch": [*ACCELERATE, *ONE, str(SCRIPT)],
     "accelerate launch, 2 processes": [*ACCELERATE, *TWO, str(SCRIPT)],
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node", "2", str(SCRIPT)],
     "our launcher": [*OUR_LAUNCHER, *TWO, str(SCRIPT)],

@@ -34,18 +34,14 @@ def sent(file: Path) -> dict:
     return sdk.load_job(str(file))._to_job()._to_rest_object().as_dict()["properties"]
 
 
-def as_azure_runs_it(body: dict, outputs: str, **inputs: object) -> str:
-    """The command with Azure's references filled in."""
-    values = {"outputs.run": outputs, **{f"inputs.{name}": str(value) for name, value in inputs.items()}}
-    return re.sub(r"\$\{\{([\w.]+)\}\}", lambda found: values[found.group(1)], body["command"])
-
-
 def run_on_nodes(body: dict, code: Path, output: Path, nodes: int = 2, **inputs: object) -> list[int]:
-    """Run a job's command as Azure ML does: once on each node, in the uploaded code.
+    """Run a job's command, its references filled in, as Azure ML does: once on each node, in the
+    uploaded code.
 
     Returns the exit codes.
     """
-    command = as_azure_runs_it(body, shlex.quote(str(output)), **inputs)
+    values = {"outputs.run": shlex.quote(str(output)), **{f"inputs.{name}": str(inputs[name]) for name in inputs}}
+    command = re.sub(r"\$\{\{([\w.]+)\}\}", lambda found: values[found.group(1)], body["command"])
     environment = {"WORLD_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": ""}
     started = [

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import sys
 
-from launch.cli import main
 from launch.doctor import command
-from launch.doctor.machine import Check, Request
+from launch.doctor.machine import Request
 from launch.flags import Parser
 from recipes.run.hardware import Gpu, Hardware
 
@@ -25,14 +21,6 @@ case "$1" in
     --query-gpu=*) printf '[N/A]\\n[N/A]\\n' ;;
 esac
 """
-
-
-def examined(*words: str) -> tuple[int, dict[str, Check]]:
-    """The exit code, and the checks by their titles."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = main(["doctor", "--json", *words])
-    return code, {check["title"]: Check(**check) for check in json.loads(printed.getvalue())["checks"]}
 
 
 def requested(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> Request:

@@ -21,7 +21,9 @@ from pathlib import Path
 
 from recipes.scaling.timings import Timing, read
 
-_PAUSE = """\
+# $PACE seconds per example. With $ON_ONE_CORE the processes compute for that long instead, all on
+# one core.
+PAUSE = """\
 seconds = float(os.environ["PACE"]) * len(input_ids)
 if os.environ["RANK"] == "1":
     seconds *= float(os.environ.get("PACE_OF_RANK_1", 1))
@@ -32,17 +34,6 @@ if "ON_ONE_CORE" in os.environ:
 else:
     time.sleep(seconds)"""
 STEPS = 6
-
-
-def write_paced_model(folder: Path, tiny_model: Path) -> Path:
-    """The tiny model with a pause of $PACE seconds per example.
-
-    With $ON_ONE_CORE the processes compute for that long instead, all on one core.
-    """
-    from tests.support.slow_model import write_model_with
-
-    write_model_with(_PAUSE, folder, tiny_model)
-    return folder
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.jobs.job import Job
-from launch.jobs.local import Local
-from launch.jobs.slurm import Slurm
 from tests.support.jobs import job
 
 _AWKWARD = [
@@ -37,13 +35,6 @@ def hostile_job(words: list[str], folder: Path) -> Job:
     return replace(job(gpu=False), argv=("--recipe", "standard", *words), script=str(script))
 
 
-def script_that_prints_its_words(target: str, words: list[str], folder: Path) -> str:
-    return {"local": Local(), "slurm": Slurm()}[target].render(hostile_job(words, folder))
-
-
 def received(folder: Path) -> list[str]:
     """The arguments that arrived, without the recipe's own two."""
     return json.loads((folder / "words.json").read_text())[2:]
-
-
-assert len(HOSTILE) == 200

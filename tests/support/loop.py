@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 
 import torch
-
-
-def micro_batches(rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Rows in order, `size` at a time, over and over; an incomplete last batch is dropped."""
-    while True:
-        for start in range(0, len(rows) - size + 1, size):
-            yield rows[start : start + size]
 
 
 def loop_steps(
@@ -36,7 +30,8 @@ def loop_steps(
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (steps - step) / steps))
-    batches = micro_batches(rows, micro)
+    whole = len(rows) // micro * micro  # an incomplete last batch is dropped
+    batches = itertools.cycle(rows[:whole].split(micro))
     for _ in range(steps):
         started = time.perf_counter()
         total = torch.zeros((), device=device)

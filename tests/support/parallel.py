@@ -1,7 +1,6 @@
 """A rank that trains a tiny Llama with Trainer itself: `python parallel.py JSON`, and its losses.
 
-The JSON holds `settings` of TrainingArguments and, if wanted, `sizes` of a ParallelismConfig, or
-`lift`: then accelerate believes the rank to have a GPU. All else is real, with gloo and on the CPU.
+The JSON holds `settings` of TrainingArguments and, if wanted, `sizes` of a ParallelismConfig.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ from tests.support.running import run_ranks
 ROWS = torch.randint(1, 32, (32, 16), generator=torch.Generator().manual_seed(0))
 
 
-def train(folder: str, settings: dict, sizes: dict | None = None, lift: bool = False):
+def train(folder: str, settings: dict, sizes: dict | None = None):
     """The Trainer after four steps, the same for every rank of whatever engine."""
-    from accelerate import ParallelismConfig, PartialState
-    from accelerate.utils import DistributedType
+    from accelerate import ParallelismConfig
     from transformers import Trainer
 
-    if lift:
-        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    own = dict(use_cpu=not lift, max_steps=4, logging_steps=1, learning_rate=0.05, lr_scheduler_type="constant")
+    own = dict(use_cpu=True, max_steps=4, logging_steps=1, learning_rate=0.05, lr_scheduler_type="constant")
     config = ParallelismConfig(**sizes) if sizes else None
     args = arguments(Path(folder), **{**own, "optim": "sgd", "parallelism_config": config, **settings})
     if sizes and sizes.get("sp_size"):
@@ -49,7 +44,7 @@ def train(folder: str, settings: dict, sizes: dict | None = None, lift: bool = F
 
 
 def ranks(folder: Path, processes: int, **request) -> list[dict]:
-    """The losses, gradient norms and own parameters that each rank reports."""
+    """The losses and gradient norms that each rank reports."""
     folder.mkdir(exist_ok=True)
     words = [__file__, json.dumps({"folder": str(folder), **request})]
     variables = {**os.environ, "DS_ACCELERATOR": "cpu", **request.pop("variables", {})}
@@ -64,9 +59,7 @@ if __name__ == "__main__":
     request.pop("variables", None)
     trainer = train(**request)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    own = [getattr(p, "to_local", lambda p=p: p)() for p in trainer.model.parameters()]
     report = {name: [entry.get(name) for entry in logged] for name in ("loss", "grad_norm")}
-    report |= {"own": sum(p.numel() for p in own), "global_batch": trainer.get_total_train_batch_size(trainer.args)}
     sys.stdout.write(f"REPORT {json.dumps(report)}\n")  # in one piece: the other ranks write too
     sys.stdout.flush()
     trainer.accelerator.free_memory()

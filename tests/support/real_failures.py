@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 from recipes.rules.check import RULES
@@ -63,26 +62,20 @@ def tiny_llama(**changes):
     )
 
 
-def train(folder: Path, *, callbacks=None, model=None, resume=None, evaluates=False, **changes):
+def train(folder: Path, *, model=None, evaluates=False, **changes):
     """A real Trainer that has trained a tiny model. Equal settings have equal losses."""
     from transformers import Trainer
 
     args = arguments(folder, **changes)
     rows = [TOKENS] * 16
     evaluated = rows[:4] if evaluates else None
-    trainer = Trainer(model or tiny_llama(), args, train_dataset=rows, eval_dataset=evaluated, callbacks=callbacks)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer = Trainer(model or tiny_llama(), args, train_dataset=rows, eval_dataset=evaluated)
+    trainer.train()
     return trainer
 
 
 def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def run_launch_command(file: Path, *flags: str) -> None:
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    launch_command(launch_command_parser().parse_args(["--config_file", str(file), *flags, "train.py"]))
 
 
 ZERO_2 = {"zero_optimization": {"stage": 2}}
@@ -104,21 +97,3 @@ def torchrun(folder: Path, settings: dict, processes: int = 2, **environment: st
     script = folder / "ranks.py"
     script.write_text(SCRIPT, encoding="utf-8")
     return run_ranks(processes, {**os.environ, **environment}, [str(script), json.dumps(settings)])[1]
-
-
-REPORT = """
-import json, sys
-from pathlib import Path
-from {module} import {name} as report
-folder = Path(sys.argv[1])
-folder.joinpath("report.json").write_text(json.dumps(report(folder)))
-"""
-
-
-def report_of_deepspeed(report: Callable[[Path], dict], folder: Path) -> dict:
-    """What the function returns in a process of its own, in which DeepSpeed trains on the CPU."""
-    script, written = folder / "script.py", folder / "report.json"
-    script.write_text(REPORT.format(module=report.__module__, name=report.__name__), encoding="utf-8")
-    _, output = run_ranks(1, {**os.environ, "DS_ACCELERATOR": "cpu"}, [str(script), str(folder)])
-    assert written.exists(), output
-    return json.loads(written.read_text(encoding="utf-8"))

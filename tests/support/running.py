@@ -48,13 +48,11 @@ def train_here(model: Path, data: Path | None, output: Path | str, *flags: str) 
     return Outcome(code, stdout.getvalue() + stderr.getvalue(), read_record(Path(output)))
 
 
-def launch(
-    *flags: str, output: Path, processes: int = 1, config: str | None = None, env: dict[str, str] | None = None
-) -> Outcome:
+def launch(*flags: str, output: Path, processes: int = 1, config: str) -> Outcome:
     """Through `accelerate launch`, as a user starts it."""
-    chosen = ["--config_file", str(ROOT / "accelerate_configs" / config)] if config else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", *chosen, "--num_processes", str(processes)]
-    return run([*command, "--main_process_port", "0", str(SCRIPT), *flags, "--output_dir", str(output)], output, env)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / config), "--main_process_port", "0"]
+    return run([*command, str(SCRIPT), *flags, "--output_dir", str(output)], output)
 
 
 def launch_quickly(

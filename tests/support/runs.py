@@ -70,9 +70,8 @@ class Run:
         return str(file)
 
 
-def yaml(type_: str, *lines: str, processes: int | None = 1) -> str:
-    head = f"{LOCAL}distributed_type: {type_}\n" + (f"num_processes: {processes}\n" if processes is not None else "")
-    return head + "\n".join(lines) + "\n"
+def yaml(type_: str, *lines: str) -> str:
+    return "\n".join([f"{LOCAL}distributed_type: {type_}", "num_processes: 1", *lines, ""])
 
 
 def deepspeed(*lines: str) -> str:
@@ -83,10 +82,10 @@ def fsdp(*lines: str) -> str:
     return yaml("FSDP", "fsdp_config:", *(f"  {line}" for line in lines or ("fsdp_version: 2",)))
 
 
-def groups(type_: str = "FSDP", version: int = 2, **sizes: int) -> str:
+def groups(type_: str = "FSDP", **sizes: int) -> str:
     """An Accelerate YAML with sizes of its `parallelism_config`."""
     lines = [f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items()]
-    own = ["fsdp_config:", f"  fsdp_version: {version}"] if type_ == "FSDP" else []
+    own = ["fsdp_config:", "  fsdp_version: 2"] if type_ == "FSDP" else []
     return yaml(type_, *own, "parallelism_config:", *lines)
 
 
@@ -107,14 +106,8 @@ def model(**config) -> dict:
     """The files of a model in the folder `m`, as far as rules read them. None leaves a key out."""
     content = {"model_type": "llama", "max_position_embeddings": 128, **config}
     content = {name: value for name, value in content.items() if value is not None}
-    return {"m/config.json": content, "m/model.safetensors": weights(), "m/tokenizer.json": {}}
-
-
-def weights(*names: str) -> str:
-    """A safetensors file with empty tensors of these names: the header's length, and the header."""
-    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names})
-    header += " " * (127 - len(header)) if len(header) < 127 else ""
-    return chr(len(header)) + "\0" * 7 + header
+    weights = "\2" + "\0" * 7 + "{}"  # safetensors without any: the header's length, and the header
+    return {"m/config.json": content, "m/model.safetensors": weights, "m/tokenizer.json": {}}
 
 
 MODEL = "--model_name_or_path ./m"

@@ -63,7 +63,7 @@ class Step:
     saving: float
 
 
-def train(training: Training, world: int, batch: int, exchange: bool = True, fed: bool = False) -> Step:
+def train(training: Training, world: int, batch: int, fed: bool = False) -> Step:
     """A step of `world` processes. `fed`: from memory, with neither logs nor checkpoints."""
     samples = batch / world
     passes = training.passes(samples)
@@ -72,7 +72,7 @@ def train(training: Training, world: int, batch: int, exchange: bool = True, fed
     if training.slow_rank < world:
         pace[training.slow_rank] *= training.slow_computing
     own = [each * (passes * once + training.optimizer) for each in pace]
-    exchanges = (passes if training.every_micro_batch else 1) if exchange and world > 1 else 0
+    exchanges = (passes if training.every_micro_batch else 1) if world > 1 else 0
     # Buckets but the last travel while the backward pass of the slowest process computes the next.
     takes = training.collective(world, training.gradients / training.buckets)
     backward = max(pace) * once * training.backward / (training.forward + training.backward)

@@ -30,15 +30,6 @@ def write_slow_model(folder: Path, tiny_model: Path, seconds: float, restarts: i
     return write_model_with(f"time.sleep({seconds} if {when} else 0)", folder, tiny_model)
 
 
-def write_slowly_evaluated_model(folder: Path, tiny_model: Path, seconds: float) -> list[str]:
-    """The tiny model, with a pause in every batch of an evaluation as long as `folder`.slow exists.
-
-    Returns the flags to load it.
-    """
-    when = f"not self.training and os.path.exists({f'{folder}.slow'!r})"
-    return write_model_with(f"time.sleep({seconds} if {when} else 0)", folder, tiny_model)
-
-
 def write_model_with(pause: str, folder: Path, tiny_model: Path) -> list[str]:
     """The tiny model that runs these statements before its forward pass; the flags to load it."""
     shutil.copytree(tiny_model, folder)

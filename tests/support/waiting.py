@@ -11,10 +11,10 @@ T = TypeVar("T")
 PATIENCE = 1200  # seconds; only a failure takes as long, on however many cores
 
 
-def wait_for(what: str, happened: Callable[[], T], seconds: float = PATIENCE) -> T:
-    """The first true result of `happened`. After `seconds` the test fails and names `what`."""
-    deadline = time.monotonic() + seconds
+def wait_for(what: str, happened: Callable[[], T]) -> T:
+    """The first true result of `happened`. After PATIENCE the test fails and names `what`."""
+    deadline = time.monotonic() + PATIENCE
     while not (result := happened()):
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain for {what}"
+        assert time.monotonic() < deadline, f"waited {PATIENCE} s in vain for {what}"
         time.sleep(0.05)
     return result

@@ -2,21 +2,14 @@
 
 import json
 
-import pytest
-
 from launch.cli import main
-from recipes.catalog import RECIPES
 from tests.support.running import ROOT
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_check_accepts_every_recipe(name, capsys):
-    assert main(["check", "--recipe", name, "--json"]) == 0
+def test_json_says_whether_a_run_is_legal_also_of_a_mistake(capsys):
+    assert main(["check", "--recipe", "fast", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["legal"] is True and found["settings"]["recipe"]["value"] == name
-
-
-def test_check_in_json_stays_json_for_a_mistake(capsys):
+    assert found["legal"] is True and found["settings"]["recipe"]["value"] == "fast"
     assert main(["check", "--config", "missing.yaml", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["legal"] is False
 

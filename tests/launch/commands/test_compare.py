@@ -55,13 +55,6 @@ def test_a_recipe_is_shown_with_every_setting(name, capsys):
     assert all(setting in printed for setting in RECIPES[name]().settings)
 
 
-def test_show_gives_value_source_and_reason(answer):
-    printed = answer("show", "fast", "--num_processes", "2", "--json")[1]
-    batch = json.loads(printed)["settings"]["per_device_train_batch_size"]
-    reason = "micro-batch 8: largest divisor of 16/2 = 8 up to 8"
-    assert batch == {"value": 8, "source": "batch arithmetic", "reason": reason}
-
-
 def test_the_help_of_show_explains_every_field_of_a_run(capsys):
     with pytest.raises(SystemExit):
         main(["show", "--help"])

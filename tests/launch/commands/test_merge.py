@@ -1,6 +1,5 @@
 """`recipes merge`: the merged model is adapter plus base, in plain transformers."""
 
-import json
 import shutil
 
 import pytest
@@ -17,6 +16,7 @@ from transformers import (
 )
 
 from launch.cli import main
+from tests.support.rows import jsonl
 from tests.support.running import train_here
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -73,9 +73,8 @@ def test_a_base_in_sixteen_bits_stays_in_them(adapter, tiny_model, tmp_path, cap
 
 
 def test_a_classifier_keeps_its_head_and_its_names(tiny_model, tmp_path, capsys):
-    file = tmp_path / "rows.jsonl"
     rows = [{"text": f"number {n}", "label": ("low", "middle", "high")[n % 3]} for n in range(32)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = jsonl(tmp_path, rows)
     assert train_here(tiny_model, file, tmp_path / "out", *LORA, "--task", "sequence_classification").code == 0
     assert merge(capsys, tmp_path / "out")[0] == 0
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "merged")

@@ -16,7 +16,6 @@ MISTAKES = {
     "show outputs/none": "is no folder of a run: it has no run.json",
     "show nothing": "there is no recipe",
     "check --gpu T4 --bf16": "only emulated on compute capability 7.5",
-    "check --gpu A100": "A100 40GB or A100 80GB",
     "check --gpu H1000": "H100 SXM",
     "check --gpu L4 --azureml azureml/fast.yaml": "use --azureml azureml/fast.yaml without --gpu",
     "check --accelerate_config fats": "Fix: fast",

@@ -80,13 +80,6 @@ def test_train_py_finds_what_was_prepared(task, tiny_model, tmp_path, capsys, mo
     assert train([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
 
 
-def test_a_mistake_about_the_data_to_prepare_is_one_line(tiny_model, tmp_path, capsys):
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"body": "a"}\n')
-    assert main(["prepare", *model_flags(tiny_model, file)]) == 2
-    assert f"there is no column 'text'; {file} has body" in capsys.readouterr().err
-
-
 def test_a_cache_that_cannot_be_written_is_named(tiny_model, texts, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))

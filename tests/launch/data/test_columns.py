@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 
 import pyarrow
 import pytest
@@ -11,7 +9,6 @@ from pyarrow import parquet
 
 from launch.data.columns import require_columns
 from recipes.errors import UserError
-from tests.support.running import ROOT
 from tests.support.runs import resolved
 
 CLASSIFY = "--task sequence_classification"
@@ -77,14 +74,3 @@ def test_a_file_that_is_no_lines_of_objects_is_left_to_its_reader(text, tmp_path
 def test_a_renamed_column_that_is_not_there_is_named(tmp_path):
     (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], "--dataset_columns qestion=prompt")
     assert (found.subject, found.source) == ("dataset_columns", "command line") and "'qestion'" in found.what
-
-
-def test_a_look_at_the_columns_imports_no_library(tmp_path):
-    write(tmp_path / "d.jsonl", [{"body": "a"}])
-    code = (
-        "import sys\nfrom launch.data.columns import require_columns\nfrom recipes.run import resolve\n"
-        f"try: require_columns(resolve(['--dataset_name', {str(tmp_path / 'd.jsonl')!r}]))\n"
-        "except Exception as error: print(type(error).__name__, 'datasets' in sys.modules, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.split() == ["UserError", "False", "False"]

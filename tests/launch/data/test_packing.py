@@ -178,17 +178,13 @@ def test_a_training_has_the_loss_of_its_examples_one_by_one(tiny_model, texts, t
 # --- Joined and cut ------------------------------------------------------------------------------
 
 
-def wrapped(rows, length):
-    blocks = Joined(examples(rows), length)
-    return [blocks[number]["input_ids"].tolist() for number in range(len(blocks))]
-
-
 @settings(max_examples=25, deadline=None)
 @given(documents, st.integers(2, 50))
 def test_joining_keeps_every_token_in_order(rows, length):
     stream = [token for row in rows for token in row]
-    blocks = wrapped(rows, length)
-    assert [token for block in blocks for token in block] == stream[: len(stream) // length * length]
+    blocks = Joined(examples(rows), length)
+    found = [token for number in range(len(blocks)) for token in blocks[number]["input_ids"].tolist()]
+    assert found == stream[: len(stream) // length * length]
 
 
 def joining(tmp_path, rows, length=1024):

@@ -1,19 +1,16 @@
 """The example that a run prints before it trains shows what is learned."""
 
-import json
-
 import pytest
 
 from launch.cli import main
+from tests.support.rows import jsonl
 from tests.support.running import train_here
 
 
 @pytest.fixture
 def chats(tmp_path):
-    file = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": "Under Orders."}]
-    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(8)))
-    return file
+    return jsonl(tmp_path, [{"messages": turns}] * 8)
 
 
 def test_the_banner_marks_what_is_learned_of_the_first_example(tiny_model, chats, tmp_path):

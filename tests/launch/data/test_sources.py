@@ -70,16 +70,9 @@ def test_no_evaluation_split_is_read_without_evaluation(tmp_path, tokenizer):
 # --- What cannot be found ------------------------------------------------------------------------
 
 
-def test_what_is_not_there_or_of_no_known_kind_or_empty(tmp_path, tokenizer):
-    (tmp_path / "data.xlsx").write_text("x")
+def test_an_empty_folder_cannot_be_read(tmp_path, tokenizer):
     (tmp_path / "empty").mkdir()
-    for name, words in {
-        "./nothing": "there is no file or folder ./nothing",
-        str(tmp_path / "data.xlsx"): ".jsonl, .json, .csv, .parquet, .txt",
-        jsonl(tmp_path, []): "is empty",
-        str(tmp_path / "empty"): "cannot be read",
-    }.items():
-        assert words in str(problem(run_with(dataset_name=name), tokenizer))
+    assert "cannot be read" in str(problem(run_with(dataset_name=str(tmp_path / "empty")), tokenizer))
 
 
 def test_hub_out_of_reach_says_that_it_is_not_a_local_file_either(tokenizer):
@@ -88,10 +81,9 @@ def test_hub_out_of_reach_says_that_it_is_not_a_local_file_either(tokenizer):
 
 
 def test_unknown_split_lists_those_there_are(tmp_path, tokenizer):
-    file = jsonl(tmp_path, texts("a", "b"))
+    jsonl(tmp_path, texts("a", "b"))
     run = run_with(dataset_name=str(tmp_path), dataset_train_split="learn")
     assert "the data has train" in problem(run, tokenizer).what
-    assert "has only train" in problem(run_with(dataset_name=file, dataset_train_split="learn"), tokenizer).what
 
 
 @pytest.mark.parametrize("wanted", ["train[", "train[:200%]", "train[5%:2%", "train[:0]", "train[2:1]", "train[1:]"])

@@ -123,16 +123,12 @@ def mixture(parts, tokenizer, **chosen) -> Stream:
     return load_data(run_with(dataset_name=parts, **{**STREAM, "max_length": 128, **chosen}), tokenizer).train
 
 
-def part_of(text) -> int:
-    return {"A": 2, "B": 1, "<": 3}.get(text[0], 0)
-
-
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_shares_are_those_of_the_weights(ranks, parts, tokenizer):
-    found = []
+    found, part_of = [], {"A": 2, "B": 1, "<": 3}
     for rank in range(ranks):
         own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 7_000 // ranks)
-        found += [part_of(text) for text in rows_of(own, tokenizer)]
+        found += [part_of.get(text[0], 0) for text in rows_of(own, tokenizer)]
     shares = np.bincount(found) / len(found)
     assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.01
 

@@ -15,6 +15,7 @@ from launch.data.load import load_data
 from launch.data.tokens import Encoder, cache_folder, token_table
 from recipes.mixture import Part
 from tests.support.rows import decoded, jsonl, problem, run_with, texts
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WORDS = [f"text {number}" for number in range(1000)]
@@ -75,14 +76,7 @@ def test_a_token_takes_four_bytes_and_a_bit(tmp_path, tokenizer):
 # --- Found again ---------------------------------------------------------------------------------
 
 
-def test_the_second_start_finds_them(tmp_path, tokenizer, never_encoded):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a", "b")))
-    first = rows(run, tokenizer)
-    never_encoded()
-    assert rows(run, tokenizer) == first
-
-
-def test_they_serve_other_settings_too(tmp_path, tokenizer, never_encoded):
+def test_the_second_start_finds_them_also_with_other_settings(tmp_path, tokenizer, never_encoded):
     name = jsonl(tmp_path, texts(*WORDS))
     load_data(run_with(dataset_name=name), tokenizer)
     never_encoded()
@@ -175,13 +169,6 @@ def in_process(function, *args):
     return process
 
 
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def slowly(monkeypatch, seconds):
     encode = Encoder.__call__
 
@@ -197,7 +184,7 @@ def test_killed_in_the_middle_the_next_start_goes_on(tmp_path, tokenizer, monkey
     with monkeypatch.context() as patch:
         slowly(patch, 0.1)
         process = in_process(tokenized, run, tokenizer)
-        until(lambda: len(files()) >= 3)
+        wait_for("three files", lambda: len(files()) >= 3)
         process.kill()
         process.join()
     made = dict(sorted(files().items())[:-1])  # it may have been killed before the index named the last
@@ -210,7 +197,7 @@ def test_who_waits_goes_on_if_the_other_is_killed(tmp_path, tokenizer, monkeypat
     with monkeypatch.context() as patch:
         slowly(patch, 0.5)
         process = in_process(tokenized, run, tokenizer)
-        until(files)
+        wait_for("a file", files)
     killer = in_process(lambda: (time.sleep(0.5), process.kill()))
     assert len(rows(run, tokenizer)) == 1000
     killer.join()

@@ -1,5 +1,6 @@
 """`recipes doctor` with real ranks. Faults between them are in tests/campaigns/test_doctor.py."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,18 +8,20 @@ import subprocess
 import psutil
 import pytest
 
-from tests.support.doctor import DOCTOR, examined
+from launch.cli import main
+from tests.support.doctor import DOCTOR
 from tests.support.waiting import PATIENCE, wait_for
 
 
-def test_a_healthy_machine_passes_every_check():
-    code, healthy = examined("--num_processes", "2")
-    assert code == 0, healthy
+def test_a_healthy_machine_passes_every_check(capsys):
+    code, printed = main(["doctor", "--json", "--num_processes", "2"]), capsys.readouterr().out
+    assert code == 0, printed
+    healthy = {check["title"]: check for check in json.loads(printed)["checks"]}
     machines = ["versions", "GPUs", "limits", "RAM", "disk", "HF_HOME", "/dev/shm", "CPU cores", "compiler"]
     network = ["loopback"]
     ranks = ["gloo", "rendezvous", "connection", "bandwidth", "matrices"]
     assert list(healthy) == [*machines, *network, *ranks]
-    assert healthy["bandwidth"].numbers["all-reduce"]["value"] > 0
+    assert healthy["bandwidth"]["numbers"]["all-reduce"]["value"] > 0
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from launch.doctor.links import compared, slowest_rank
-from launch.doctor.probe import Report, StageFailure, failure_in
+from launch.doctor.probe import Report, failure_in
 from tests.support.doctor import requested
 
 
@@ -23,11 +23,6 @@ def test_a_slow_gpu_is_named():
 # --- What became of the ranks ---------------------------------------------------------------------
 
 
-def outcome(**rank_1) -> StageFailure:
-    """The failure of a probe run of which rank 1 ended so, while rank 0 waited."""
-    return failure_in(requested(), [Report(0, "connection"), Report(1, **{"stage": "connection", **rank_1})])
-
-
 @pytest.mark.parametrize(
     ("rank", "words", "advice"),
     [
@@ -39,7 +34,7 @@ def outcome(**rank_1) -> StageFailure:
     ],
 )
 def test_dead_failed_and_hanging_ranks_are_told_apart(rank, words, advice):
-    found = outcome(**rank)
+    found = failure_in(requested(), [Report(0, "connection"), Report(1, **{"stage": "connection", **rank})])
     assert words in found.what and advice in found.fix
 
 

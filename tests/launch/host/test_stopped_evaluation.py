@@ -11,7 +11,7 @@ import pytest
 from launch.host.signals import EXIT_CODE
 from launch.output.checkpoints import newest_valid
 from tests.support.running import launch_quickly, losses, read_record, train_here
-from tests.support.slow_model import write_slowly_evaluated_model
+from tests.support.slow_model import write_model_with
 from tests.support.stopping import TWO_RANKS, Forked, Run
 
 STEPS = (
@@ -28,7 +28,8 @@ SECONDS = 3  # a batch of an evaluation; there are 26
 def slow(tiny_model, texts, tmp_path):
     """Flags of a training whose evaluations are slow as long as `model.slow` is there."""
     (tmp_path / "model.slow").touch()
-    model = write_slowly_evaluated_model(tmp_path / "model", tiny_model, SECONDS)
+    pause = f"if not self.training and os.path.exists('{tmp_path}/model.slow'): time.sleep({SECONDS})"
+    model = write_model_with(pause, tmp_path / "model", tiny_model)
     return [*model, "--dataset_name", str(texts), "--max_length", "64", *STEPS]
 
 
@@ -80,14 +81,3 @@ def test_two_ranks_cut_it_after_the_same_batch(slow, tmp_path):
     assert again.code == 0, again.output
     assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
     assert evaluations(again.record) == pytest.approx(evaluations(whole.record), rel=1e-6)
-
-
-def test_a_moved_output_folder_keeps_its_best_model(slow, quick, tmp_path):
-    """As in a cloud, where every start mounts the same folder elsewhere."""
-    (tmp_path / "model.slow").unlink()
-    flags = [*EVERY_FOURTH, *BEST, "--save_total_limit", "2"]
-    first = quick(tmp_path / "one", *flags)
-    (tmp_path / "one" / "run.json").unlink()  # it was stopped after its last step
-    (tmp_path / "one").rename(tmp_path / "two")
-    again = quick(tmp_path / "two", *flags)
-    assert again.record["model_step"] == first.record["model_step"] == 4

@@ -11,7 +11,7 @@ from launch.cli import main
 from launch.host.signals import EXIT_CODE
 from launch.jobs.local import Local
 from launch.jobs.slurm import Slurm
-from tests.support.hostile import HOSTILE, received, script_that_prints_its_words
+from tests.support.hostile import HOSTILE, hostile_job, received
 from tests.support.jobs import job
 from tests.support.running import ROOT, losses, model_flags, read_record, run, train_here
 from tests.support.waiting import PATIENCE
@@ -50,7 +50,7 @@ def test_a_job_with_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(tmp
 
 
 def test_arguments_arrive_as_they_were_typed(tmp_path):
-    text = script_that_prints_its_words("local", HOSTILE, tmp_path)
+    text = Local().render(hostile_job(HOSTILE, tmp_path))
     subprocess.run(["bash", "-c", text], check=True, cwd=tmp_path)
     assert received(tmp_path) == HOSTILE and not (tmp_path / "broken").exists()
 

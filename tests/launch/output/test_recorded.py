@@ -37,13 +37,6 @@ def recorded(folder: Path, run) -> str:
     return str(folder / "run.json")
 
 
-def assert_same(again, run):
-    assert not again.problems
-    differing = {name for name in run if again[name] != run[name] and name not in record.NO_DIFFERENCE}
-    assert differing == set()
-    assert again.batch.total == run.batch.total
-
-
 # --- The same settings ----------------------------------------------------------------------------
 
 
@@ -56,8 +49,10 @@ def test_a_record_resolves_to_the_run_that_wrote_it(recipe, hardware, written, t
     for world in (1, 2, 4):
         place = here(world, hardware=hardware, environment={})
         run = resolve(place=place, settings={"recipe": recipe, **written})
-        assert not run.problems
-        assert_same(resolve(["--config", recorded(tmp_path, run)], place), run)
+        again = resolve(["--config", recorded(tmp_path, run)], place)
+        assert not run.problems and not again.problems
+        assert not {name for name in run if again[name] != run[name] and name not in record.NO_DIFFERENCE}
+        assert again.batch.total == run.batch.total
 
 
 def test_the_folder_of_the_run_is_not_taken_over(tmp_path):

@@ -10,15 +10,12 @@ import torch
 from launch.host.processes import free_port
 from launch.output import checkpoints
 from launch.output.checkpoints import inspect, numbered
+from tests.launch.output.test_checkpoints import steps
 from tests.support.running import SCRIPT, fork, launchers_environment, model_flags, train_here
 from tests.support.waiting import PATIENCE
 
 SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 2 --learning_rate 1e-3 --logging_steps 1".split()
 KEEPS_ONE = " ".join(SIX_STEPS).replace("limit 2", "limit 1").split()
-
-
-def steps(folder):
-    return [int(path.name.rpartition("-")[2]) for path in numbered(folder)]
 
 
 def test_the_two_newest_are_kept_and_complete_and_hold_no_token(tiny_model, texts, tmp_path):

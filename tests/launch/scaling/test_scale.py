@@ -7,7 +7,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,17 +17,16 @@ from recipes.scaling.analyse import Size, analyse
 from recipes.scaling.timings import Timing, append, read
 from tests.support import emulated
 from tests.support.running import ROOT, losses, model_flags, run, train_here
+from tests.support.slow_model import write_model_with
 
 LINK = "3mbit"
-needs_links = pytest.mark.skipif(
-    not emulated.can_emulate_links(), reason="emulating a link needs root, ip netns and tc with tbf"
-)
 Measured = Callable[..., Timing]
 
 
 @pytest.fixture(scope="module")
 def measured(tiny_model, texts, tmp_path_factory) -> Measured:
-    model = emulated.write_paced_model(tmp_path_factory.mktemp("paced") / "model", tiny_model)
+    model = tmp_path_factory.mktemp("paced") / "model"
+    write_model_with(emulated.PAUSE, model, tiny_model)
     return lambda processes, batch, *flags, **where: emulated.timing(model, texts, processes, batch, *flags, **where)
 
 
@@ -70,7 +68,7 @@ def test_a_healthy_run_has_no_cause_and_says_what_it_timed(alone, healthy, tiny_
 
 
 @pytest.mark.slow
-@needs_links
+@pytest.mark.skipif(not emulated.can_emulate_links(), reason="emulating a link needs root, ip netns and tc with tbf")
 def test_a_slow_link_is_negative_scaling_and_compression_gains_what_was_predicted(alone, measured):
     with emulated.link(LINK) as namespace:
         slow = measured(2, 16, namespace=namespace)
@@ -111,10 +109,6 @@ def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
 # --- The command ---------------------------------------------------------------------------------
 
 
-def recipes(*words: str, folder: Path):
-    return run([sys.executable, "-m", "launch", "scale", "run", *words], folder, cwd=ROOT)
-
-
 @pytest.mark.slow
 def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model, texts, tmp_path):
     slow = dataclasses.replace(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
@@ -122,8 +116,8 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
     rows = [dataclasses.replace(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
     append(tmp_path / "timings.jsonl", rows)
 
-    words = ["--apply", "compression", "--repeats", "1", "--steps", "1", "--output", str(tmp_path)]
-    done = recipes(*words, folder=tmp_path)
+    words = "launch scale run --apply compression --repeats 1 --steps 1 --output"
+    done = run([sys.executable, "-m", *words.split(), str(tmp_path)], tmp_path, cwd=ROOT)
 
     tried = applied(read([tmp_path / "timings.jsonl"]))
     assert done.code == 0, done.output

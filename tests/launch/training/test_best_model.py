@@ -50,16 +50,19 @@ def test_a_last_model_that_was_never_evaluated_is(tiny_model, texts, tmp_path):
     assert list(evaluated(outcome)) == [2] and outcome.record["eval_loss"] == evaluated(outcome)[2][0]
 
 
-def test_a_resumed_run_still_knows_the_best(tiny_model, texts, tmp_path):
+def test_a_resumed_run_still_knows_the_best_also_in_a_folder_that_a_cloud_mounts_elsewhere(tiny_model, texts, tmp_path):
     """With one checkpoint to keep, the best and the newest stay."""
-    flags = [*EVERY_SECOND, *FIRST_IS_BEST]
-    first = train_here(tiny_model, texts, tmp_path, *flags, *"--max_steps 4 --save_total_limit 2".split())
-    resumed = train_here(tiny_model, texts, tmp_path, *flags, *"--max_steps 5 --save_total_limit 1".split())
+    flags, folder = [*EVERY_SECOND, *FIRST_IS_BEST], tmp_path / "one"
+    first = train_here(tiny_model, texts, folder, *flags, *"--max_steps 4 --save_total_limit 2".split())
+    resumed = train_here(tiny_model, texts, folder, *flags, *"--max_steps 5 --save_total_limit 1".split())
     assert "resuming from" in resumed.output and "step 4" in resumed.output
     assert resumed.record["model_step"] == 2
     assert resumed.record["eval_loss"] == pytest.approx(evaluated(first)[2][0])
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-5"}
-    assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-5"}
+    assert same(weights(folder), weights(folder / "checkpoint-2"))
+    (folder / "run.json").unlink()  # it was stopped after its last step
+    again = train_here(tiny_model, texts, folder.rename(tmp_path / "two"), *flags, "--max_steps", "5")
+    assert again.record["model_step"] == 2
 
 
 def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, texts, tmp_path):

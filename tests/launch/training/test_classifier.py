@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from launch.data.demo import demo_tokenizer
 from launch.train import main
+from tests.support.rows import jsonl
 from tests.support.running import launch_quickly, losses, model_flags, read_record, train_here
 
 TASK = ["--task", "sequence_classification"]
@@ -34,10 +35,8 @@ OUTPUTS = {
 
 
 def written(folder, label):
-    file = folder / "rows.jsonl"
     rows = [{"text": f"number {n} " * (1 + n % 3), "label": label(n)} for n in range(64)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return jsonl(folder, rows, "rows.jsonl")
 
 
 @pytest.fixture(scope="module", params=LABELS)
@@ -118,8 +117,7 @@ def test_a_pretrained_model_is_fine_tuned_to_tell_good_from_bad(tmp_path):
         for label, sentences in (("positive", POSITIVE), ("negative", NEGATIVE))
         for words in sentences
     ]
-    data = tmp_path / "reviews.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = jsonl(tmp_path, rows)
     flags = f"--model_name_or_path {minilm} --dataset_name {data} --output_dir {tmp_path / 'out'} --max_steps 12"
     flags += " --learning_rate 5e-4 --eval_strategy steps --eval_steps 12"
     flags += " --dataset_train_split train[:48] --dataset_test_split train[48:]"

@@ -14,16 +14,6 @@ STEPS, LENGTH, RATE = 8, 64, 1e-3
 JOINED = ("--packing", "--packing_strategy", "wrapped")
 
 
-def loop_losses(model, texts, *, micro, accumulation, bf16):
-    run = resolve([*model_flags(model, texts), *JOINED])
-    rows = torch.stack([row["input_ids"] for row in load_data(run, load_tokenizer(run)).train])
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    trained = loop_steps(
-        reference, rows, steps=STEPS, micro=micro, accumulation=accumulation, learning_rate=RATE, bf16=bf16
-    )
-    return [loss for loss, _ in trained]
-
-
 @pytest.mark.parametrize(
     ("recipe", "micro", "accumulation", "bf16"),
     [("baseline", 4, 4, False), ("standard", 4, 4, False), ("fast", 8, 2, False), ("fast", 8, 2, True)],
@@ -36,5 +26,9 @@ def test_losses_are_those_of_the_loop(tiny_model, texts, tmp_path, recipe, micro
     )
     record = outcome.record
     assert record["tokens_per_second"] == pytest.approx(record["samples_per_second"] * LENGTH)
-    expected = loop_losses(tiny_model, texts, micro=micro, accumulation=accumulation, bf16=bf16)
-    assert losses(outcome) == pytest.approx(expected, rel=1e-3 if bf16 else 1e-5)
+    run = resolve([*model_flags(tiny_model, texts), *JOINED])
+    rows = torch.stack([row["input_ids"] for row in load_data(run, load_tokenizer(run)).train])
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    batch = {"micro": micro, "accumulation": accumulation}
+    expected = loop_steps(reference, rows, steps=STEPS, learning_rate=RATE, bf16=bf16, **batch)
+    assert losses(outcome) == pytest.approx([loss for loss, _ in expected], rel=1e-3 if bf16 else 1e-5)

@@ -10,50 +10,31 @@ import sys
 
 import pytest
 
-from tests.support.running import launch, launch_quickly
+from recipes.catalog import RECIPES
+from tests.support.running import launch_quickly
 
 FIRST = "importing compiling reading loading recipe model data engine batch schedule precision output".split()
 FIRST += "changed advice step steps loss speed peak written next".split()
 # And torch's remark on find_unused_parameters, which baseline asks for as Trainer does.
 OURS = re.compile(rf"|  .*|({'|'.join(FIRST)}) .*|\[rank\d\].*find_unused_parameters=True.*")
 NEEDS_COMPILER = [pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU Adam: needs g++")]
-YAMLS = {
-    "baseline": "single.yaml",
-    "standard": "standard.yaml",
-    "fast": "fast.yaml",
-    "sharded": "sharded.yaml",
-    "memory": "memory.yaml",
-    "memory_zero3": "memory_zero3.yaml",
-}
 DEMONSTRATIONS = [
     pytest.param("baseline", 1),
     *(
         pytest.param(recipe, processes, marks=NEEDS_COMPILER * recipe.startswith("memory") + marks)
-        for recipe in list(YAMLS)[1:]
+        for recipe in sorted({*RECIPES} - {"baseline"})
         for processes, marks in ((1, [pytest.mark.slow]), (2, []))
     ),
 ]
-TWO_STEPS = ("--max_steps", "2")
-
-
-def assert_finished(outcome, processes):
-    """Exit code 0, a finished record, and our lines alone."""
-    assert outcome.code == 0, outcome.output
-    assert (outcome.record["status"], outcome.record["world_size"]) == ("finished", processes)
-    assert not [line for line in outcome.output.splitlines() if not OURS.fullmatch(line)], outcome.output
 
 
 @pytest.mark.parametrize(("recipe", "processes"), DEMONSTRATIONS)
 def test_a_demonstration_finishes(recipe, processes, tmp_path):
-    flags = ["--recipe", recipe, *TWO_STEPS]
-    outcome = launch_quickly(*flags, output=tmp_path, processes=processes, config=YAMLS[recipe])
-    assert_finished(outcome, processes)
-
-
-@pytest.mark.slow
-def test_accelerate_starts_one_process_for_the_baseline_whatever_number_is_asked_for(tmp_path):
-    outcome = launch("--recipe", "baseline", *TWO_STEPS, output=tmp_path, processes=2, config="single.yaml")
-    assert_finished(outcome, 1)
+    flags = ["--recipe", recipe, "--max_steps", "2"]
+    outcome = launch_quickly(*flags, output=tmp_path, processes=processes, config=RECIPES[recipe]().engine)
+    assert outcome.code == 0, outcome.output
+    assert (outcome.record["status"], outcome.record["world_size"]) == ("finished", processes)
+    assert not [line for line in outcome.output.splitlines() if not OURS.fullmatch(line)], outcome.output
 
 
 def test_a_recipe_in_a_script_of_ones_own_prints_nothing(tmp_path):

@@ -1,12 +1,11 @@
 """A run that fails is explained as it trained, and what follows a finished one cannot fail it."""
 
-import json
-
 import pytest
 
 from launch.host.world import World
 from launch.train import main
 from launch.training.failure import report
+from tests.support.rows import jsonl
 from tests.support.running import model_flags, train_here
 
 POSITIONS = 256  # of the tiny model, which no recipe's max_length may exceed
@@ -26,8 +25,7 @@ def test_what_fails_after_the_training_is_one_note(monkeypatch, tiny_model, text
 
 
 def test_a_mistake_names_the_limit_as_the_source_of_the_length(tiny_model, tmp_path, capsys):
-    data = tmp_path / "short.jsonl"
-    data.write_text(json.dumps({"text": "abc"}) + "\n")
+    data = jsonl(tmp_path, [{"text": "abc"}])
     words = [word for word in model_flags(tiny_model, data) if word not in ("--max_length", "64")]
     assert main([*words, "--output_dir", str(tmp_path), "--packing", "--packing_strategy", "wrapped"]) == 2
     assert f"too few for one packed sequence of {POSITIONS} (limit)" in capsys.readouterr().err

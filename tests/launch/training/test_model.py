@@ -64,13 +64,6 @@ def test_tokenizer_without_padding_pads_with_eos(tmp_path):
 # --- Its configuration ---------------------------------------------------------------------------
 
 
-def elsewhere(name, monkeypatch, **settings):
-    """A run on another machine, whose model is on the Hub: no rule looks into files here."""
-    run = run_with(name, **settings)
-    monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
-    return replace(run, place=replace(run.place, packages=frozenset()))
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
@@ -79,7 +72,9 @@ def elsewhere(name, monkeypatch, **settings):
     ],
 )
 def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, message, request, monkeypatch):
-    run = elsewhere(request.getfixturevalue(kind), monkeypatch, **settings)
+    run = run_with(request.getfixturevalue(kind), **settings)
+    monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
+    run = replace(run, place=replace(run.place, packages=frozenset()))  # of another machine, without these files
     require_legal(run)
     with pytest.raises(UserError, match=message):
         with_model(run, load_tokenizer(run))
@@ -116,21 +111,19 @@ def change(folder, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def a_head_for_five_classes(folder):
-    save(LlamaForSequenceClassification(small_llama(num_labels=5)), folder)
-
-
-def the_weights_of_another_model(folder):  # transformers would start from random values, and only warn
-    save_file({"encoder.weight": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 CLASSIFIES, NAME = {"task": "sequence_classification"}, "model_name_or_path"
 UNLOADABLE = {
-    "a head for other classes": (a_head_for_five_classes, CLASSIFIES, NAME, "for this --task"),
+    "a head for other classes": (
+        lambda folder: save(LlamaForSequenceClassification(small_llama(num_labels=5)), folder), CLASSIFIES,
+        NAME, "for this --task",
+    ),
     "its own code": (lambda folder: change(folder, model_type="own", auto_map={"AutoConfig": "own.Own"}), {},
                      "trust_remote_code", "comes with Python code"),
     "a width that no head divides": (lambda folder: change(folder, hidden_size=33), {}, NAME, "for this --task"),
-    "other weights": (the_weights_of_another_model, {}, NAME, "holds none of the 21 weights"),
+    "other weights": (  # transformers would start from random values, and only warn
+        lambda folder: save_file({"encoder.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"}),
+        {}, NAME, "holds none of the 21 weights",
+    ),
     "an attention that is not installed": (lambda folder: None, {"attn_implementation": "flash_attention_2"},
                                            "attn_implementation", ""),
 }  # fmt: skip

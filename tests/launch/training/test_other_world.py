@@ -11,6 +11,7 @@ import json
 import pytest
 import yaml
 
+from tests.support.rows import jsonl
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 pytestmark = pytest.mark.slow
@@ -29,17 +30,12 @@ ZERO = {
 
 
 @pytest.fixture(scope="module")
-def flags(tiny_model, texts):
-    return model_flags(tiny_model, texts)
-
-
-@pytest.fixture(scope="module")
-def train(flags, tmp_path_factory):
+def train(tiny_model, texts, tmp_path_factory):
     """Trains with a recipe in one world after the other; all but the last are stopped at a step."""
 
     def start(recipe: str, *more: str, worlds=(4,), stops=(), output=None, ends="finished"):
         folder = output or tmp_path_factory.mktemp(recipe)
-        words = ["--recipe", recipe, *flags, *UNEVEN, *STEADY, *more]
+        words = ["--recipe", recipe, *model_flags(tiny_model, texts), *UNEVEN, *STEADY, *more]
         for processes, stop in zip(worlds, [*stops, None], strict=True):
             told = {"STOP_AT_STEP": str(stop)} if stop else {}
             how = dict(processes=processes, script=SCRIPT, env=told, config=f"{recipe}.yaml")
@@ -120,9 +116,8 @@ def test_a_mixture_goes_on_with_the_next_example(packing, tiny_model, tmp_path):
     """Of three parts the two smaller are repeated."""
     parts = []
     for name, (size, weight) in {"large": (60, 2), "small": (11, 2), "tiny": (3, 1)}.items():
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text("".join(json.dumps({"text": f"{name} {row}"}) + "\n" for row in range(size)))
-        parts.append({"name": str(file), "weight": weight})
+        rows = [{"text": f"{name} {row}"} for row in range(size)]
+        parts.append({"name": jsonl(tmp_path, rows, f"{name}.jsonl"), "weight": weight})
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump({"dataset_name": parts}))
     words = f"--recipe standard --model_name_or_path {tiny_model} --config {tmp_path / 'settings.yaml'}".split()
     words += [*"--global_batch_size 12 --max_steps 20 --logging_steps 1".split(), *packing]

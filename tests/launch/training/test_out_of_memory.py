@@ -20,17 +20,13 @@ STEPS = "--max_steps 8 --save_steps 1 --logging_steps 1 --learning_rate 1e-3 --g
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def flags(tmp_path_factory) -> list[str]:
     """A model and 64 texts, the 45th of which is long: it comes in the sixth step, and to the last
     of two ranks.
     """
     folder = tmp_path_factory.mktemp("wide")
-    return wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
-
-
-@pytest.fixture(scope="module")
-def flags(data) -> list[str]:
-    words = f"--model_name_or_path {data[0]} --dataset_name {data[1]} --max_length {LONG} {STEPS}"
+    model, data = wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
+    words = f"--model_name_or_path {model} --dataset_name {data} --max_length {LONG} {STEPS}"
     return [*words.split(), "--train_sampling_strategy", "sequential", "--per_device_train_batch_size"]
 
 

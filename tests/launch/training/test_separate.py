@@ -40,10 +40,6 @@ MIXED = [
 ]  # fmt: skip
 
 
-def kind(config) -> str:
-    return f"{config.model_type}-{config.get_text_config().hidden_size}"
-
-
 def packs(config, **settings) -> bool:
     run, _ = with_separate_examples(run_with("somebody/model", **settings), config)
     return run["packing"]
@@ -52,7 +48,7 @@ def packs(config, **settings) -> bool:
 # --- Which ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [*APART, *MIXED], ids=kind)
+@pytest.mark.parametrize("config", [*APART, *MIXED], ids=lambda config: config.model_type)
 def test_fast_packs_for_a_model_that_keeps_examples_apart_and_says_so_of_another(config):
     torch.manual_seed(1)
     before = torch.get_rng_state()

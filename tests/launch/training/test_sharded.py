@@ -7,9 +7,9 @@ import json
 
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForCausalLM
 
-from tests.support.models import SMALL, save
+from tests.support.rows import jsonl
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 SCRIPT = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
@@ -19,29 +19,24 @@ EVERY_SECOND_STEP = "--eval_strategy steps --eval_steps 2 --save_strategy steps 
 
 
 @pytest.fixture(scope="module")
-def flags(tiny_model, texts):
-    return model_flags(tiny_model, texts)
-
-
-@pytest.fixture(scope="module")
-def sharded(flags, tmp_path_factory):
+def sharded(tiny_model, texts, tmp_path_factory):
     """Trains with FSDP2; returns the outcome and its folder."""
 
     def start(*more: str, steps: int = 4):
         folder = tmp_path_factory.mktemp("sharded")
-        words = ["--recipe", "sharded", *flags, *STEADY, "--max_steps", str(steps), *more]
+        words = ["--recipe", "sharded", *model_flags(tiny_model, texts), *STEADY, "--max_steps", str(steps), *more]
         return launch_quickly(*words, output=folder, config="sharded.yaml", script=SCRIPT), folder
 
     return start
 
 
 @pytest.fixture(scope="module")
-def both(flags, sharded, tmp_path_factory):
+def both(tiny_model, texts, sharded, tmp_path_factory):
     """The outcomes and folders of the same training with FSDP2 and with DDP."""
 
     def start(*more: str):
         folder = tmp_path_factory.mktemp("ddp")
-        words = ["--recipe", "standard", *flags, *STEADY, "--max_steps", "4", *more]
+        words = ["--recipe", "standard", *model_flags(tiny_model, texts), *STEADY, "--max_steps", "4", *more]
         return sharded(*more), (launch_quickly(*words, output=folder), folder)
 
     return start
@@ -100,11 +95,9 @@ def test_the_best_model_is_that_of_one_checkpoint(sharded):
 
 
 @pytest.mark.slow
-def test_embeddings_in_a_module_of_their_own_are_sharded_once(tmp_path):
-    bert = save(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)), tmp_path / "bert")
-    data = tmp_path / "labelled.jsonl"
+def test_embeddings_in_a_module_of_their_own_are_sharded_once(bert, tmp_path):
     rows = [{"text": f"Row {n} " + "good " * (n % 3), "label": ["bad", "fair", "good"][n % 3]} for n in range(128)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = jsonl(tmp_path, rows)
     flags = ["--task", "sequence_classification", *model_flags(bert, data), *STEADY, "--max_steps", "3"]
     outcome = launch_quickly(
         "--recipe", "sharded", *flags, output=tmp_path / "sharded", config="sharded.yaml", script=SCRIPT

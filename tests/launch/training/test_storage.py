@@ -11,7 +11,6 @@ from launch.host.files import storage_failure
 from tests.support.running import train_here
 
 STEPS = ["--max_steps", "6", "--save_steps", "2", "--logging_steps", "2"]
-needs_mounts = pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
 
 
 class Disk:
@@ -51,7 +50,7 @@ FAILURES = {  # the system's words, and the start of the remedy; run.json cannot
 }
 
 
-@needs_mounts
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_save_that_the_disk_does_not_take_is_one_line(name, monkeypatch, disk, tiny_model, texts):
     (happens, what, remedy), save = FAILURES[name], Trainer._save_optimizer_and_scheduler

@@ -40,10 +40,12 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("flags", ["", "--packing --dataloader_num_workers 3"])
-def test_a_resume_goes_on_at_the_next_example(flags, gpt2_with_dropout, data, tmp_path, watched):
+def test_a_resume_goes_on_at_the_next_example(flags, gpt2, data, tmp_path, watched):
+    """And with the same masks of dropout, which this model has."""
+
     def train(folder, stop=None):
         watched["examples"], watched["stop"] = [], stop
-        outcome = train_here(gpt2_with_dropout, data, tmp_path / folder, *EIGHT_STEPS, *flags.split())
+        outcome = train_here(gpt2, data, tmp_path / folder, *EIGHT_STEPS, *flags.split())
         assert outcome.code == (0 if stop is None else 130), outcome.output
         return outcome, watched["examples"]
 
@@ -57,18 +59,6 @@ def test_a_resume_goes_on_at_the_next_example(flags, gpt2_with_dropout, data, tm
         assert epochs == [step / 8 for step in range(1, 9)]
         weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", f"{stop}")]
         assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
-
-
-@pytest.fixture(scope="module")
-def gpt2_with_dropout(tmp_path_factory):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from tests.support.models import save
-
-    config = GPT2Config(
-        vocab_size=260, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=256, eos_token_id=256
-    )
-    return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("gpt2"))
 
 
 def test_other_workers_begin_another_round_and_it_is_said(tiny_model, data, tmp_path, watched):

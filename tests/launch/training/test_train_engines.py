@@ -23,6 +23,8 @@ BY_JSON = {
     "ZeRO-3": {"zero_optimization": {"stage": 3}},
     "tensor parallel": {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
 }
+COUNTS = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
+HELD = {"sharded": 0.5, "tensor parallel": 0.8}  # the most of the weights that a rank of it may hold
 REPLICAS_OF_SHARDS = """
 parallelism_config:
   parallelism_config_dp_replicate_size: 2
@@ -47,6 +49,7 @@ def one_process(tiny_model, texts, tmp_path_factory):
 @pytest.mark.parametrize(("title", "engine", "processes"), ENGINES)
 def test_an_engine_trains_what_one_process_trains(title, engine, processes, one_process, tiny_model, texts, tmp_path):
     flags, how = [*model_flags(tiny_model, texts), *UNEVEN], {"processes": processes}
+    how |= {"script": COUNTS} if engine in HELD else {}
     if engine in BY_JSON:
         content = {**AUTO, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True, **BY_JSON[engine]}
         (tmp_path / "ds.json").write_text(json.dumps(content))
@@ -54,7 +57,7 @@ def test_an_engine_trains_what_one_process_trains(title, engine, processes, one_
     elif engine == "sharded":
         yaml = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()
         (tmp_path / "hsdp.yaml").write_text(yaml + REPLICAS_OF_SHARDS)
-        how |= {"config": str(tmp_path / "hsdp.yaml"), "script": ROOT / "tests" / "support" / "fsdp_on_cpu.py"}
+        how["config"] = str(tmp_path / "hsdp.yaml")
     else:
         flags, how["config"] = ["--recipe", engine, *flags], f"{engine}.yaml"
     outcome = launch_quickly(*flags, output=tmp_path / "out", **how)
@@ -64,7 +67,11 @@ def test_an_engine_trains_what_one_process_trains(title, engine, processes, one_
     for name in ("eval_loss", "num_parameters"):
         assert outcome.record[name] == pytest.approx(one_process.record[name], abs=1e-4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert sum(parameter.numel() for parameter in model.parameters()) == one_process.record["num_parameters"]
+    parameters = one_process.record["num_parameters"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    if engine in HELD:
+        held = json.loads((tmp_path / "out" / "held-0.json").read_text())["parameters"]
+        assert held <= HELD[engine] * 4 * parameters
 
 
 @NEEDS_COMPILER[0]

@@ -2,15 +2,12 @@
 
 import shlex
 
-import torch
-from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig, TrainingArguments
+from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from recipes import plan_memory
 from recipes.catalog import RECIPES
-from recipes.factories import arguments_for
 from recipes.planner.fits import Planner, estimator_of
 from recipes.planner.trace import LiveBytes
-from recipes.quiet import silence
 from recipes.rules.check import check
 from recipes.run import here, resolve
 from recipes.run.files import shipped
@@ -66,20 +63,6 @@ def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
     run = resolve(words[words.index("--recipe") :], place)
     assert not [problem for problem in check(run) if problem.severity == "error"], command
     return run, Planner(estimator_of(config), round(card * 1e9)).at(run, run.batch.micro)
-
-
-def real_trainer(model, run, rows: int, folder):
-    """Trainer after one step on equal rows of the run's length, and a batch of them."""
-    from launch.training.trainer import RecipeTrainer
-
-    row = torch.randint(0, model.config.vocab_size, (run["max_length"],))
-    data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)}] * rows
-    own = {"output_dir": str(folder), "max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
-    args = arguments_for(run, TrainingArguments, {**own, "disable_tqdm": True, "report_to": "none"})
-    trainer = RecipeTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
-    with silence():
-        trainer.train()
-    return trainer, {name: torch.stack([one[name] for one in data]) for name in data[0]}
 
 
 def real_peak(model, work, *known) -> int:

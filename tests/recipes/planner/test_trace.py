@@ -6,14 +6,17 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, TrainingArguments
 
+from launch.training.trainer import RecipeTrainer
+from recipes.factories import arguments_for
 from recipes.planner import trace as tracing
 from recipes.planner.fits import Estimator
 from recipes.planner.memory import Case
 from recipes.planner.trace import at_batch, at_length, trace, trace_shallow, weigh
+from recipes.quiet import silence
 from tests.benchmarks.published import MIB, OF_TRAINER, planned
-from tests.recipes.planner.small import CPU, SHAPE, SMALL, alone, peak, real_peak, real_trainer, run_of
+from tests.recipes.planner.small import CPU, SHAPE, SMALL, alone, peak, real_peak, run_of
 
 BERT_LARGE = [one for one in OF_TRAINER if one.of_process and "adamw_torch_fused" in one.flags]
 
@@ -77,16 +80,14 @@ _LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
 _SHORT = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2}
 
 
-def _deepseek(value_size: int):
-    return transformers.DeepseekV3Config(
-        **{**_SHAPE, **_LATENT, **_VALUES}, num_key_value_heads=4, v_head_dim=value_size
-    )
-
-
 FAMILIES = {
     "bert": transformers.BertConfig(**_SHAPE, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
     "llama": LlamaConfig(**_GROUPED),
-    "deepseek_v3": _deepseek(24),  # as large as the queries' heads: for others a CPU has no fused kernel
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **{**_SHAPE, **_LATENT, **_VALUES},
+        num_key_value_heads=4,
+        v_head_dim=24,  # as large as the queries' heads: for others a CPU has no fused kernel
+    ),
     "gemma3": transformers.Gemma3Config(
         text_config=_SIZED, vision_config={**_VISION, "image_size": 28, "patch_size": 14}
     ),
@@ -161,7 +162,14 @@ def test_a_planned_micro_batch_and_evaluation_take_what_trainers_own_take(rows, 
     run = run_of("standard", *flags, *KINDS[kind], hardware=CPU)
     memory = Estimator(WORDY).memory(run, rows)
     model = AutoModelForCausalLM.from_config(WORDY, dtype=getattr(torch, run["dtype"]))
-    trainer, batch = real_trainer(model, run, rows, tmp_path)
+    row = torch.randint(0, WORDY.vocab_size, (64,))
+    data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)}] * rows
+    own = {"output_dir": str(tmp_path), "max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    args = arguments_for(run, TrainingArguments, {**own, "disable_tqdm": True, "report_to": "none"})
+    trainer = RecipeTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+    with silence():
+        trainer.train()  # the optimizer has its state
+    batch = {name: torch.stack([one[name] for one in data]) for name in data[0]}
     assert all(parameter.grad is None for parameter in model.parameters())
     step = real_peak(model, lambda: trainer.training_step(trainer.model_wrapped, batch), *batch.values())
     assert peak(memory.micro_batch) == pytest.approx(step, rel=0.02)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
@@ -13,14 +11,11 @@ from recipes.run import here, resolve
 from tests.support.real_failures import assert_fires, tiny_llama
 from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, fsdp, machine, model
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
-
 ROW = '{"text": "a"}\n'
 STREAM = "--dataset_streaming --max_steps 9"
 OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 SCRATCH = "--from_scratch"
-INDEX = {"m/model.safetensors.index.json": {"weight_map": {"a": "model-00001-of-00002.safetensors"}}}
-FLASH, FA4 = "--attn_implementation flash_attention_2", "--attn_implementation flash_attention_4"
+FLASH = "--attn_implementation flash_attention_2"
 FLEX, SDPA = "--attn_implementation flex_attention", "--attn_implementation sdpa"
 ON_A100 = {"hardware": machine(A100)}
 B200 = Gpu("NVIDIA B200", (10, 0), 180 << 30)
@@ -206,19 +201,6 @@ def test_newer_flash_attention_is_for_newer_cards(version, card, missing, severi
     run = Run(asked, hardware=machine(card), missing=missing).resolve(tmp_path, monkeypatch)
     found = list(attention_fits_the_machine(run))
     assert ([problem.severity for problem in found], "".join(problem.fix for problem in found)) == (severity, fix)
-
-
-# --- One judgement, before the start and after the download ---------------------------------------
-
-
-def test_a_hub_model_is_judged_by_the_same_rules_once_its_configuration_is_known():
-    run = resolve(
-        "--model_name_or_path a/model --dataset_name a/reviews --max_length 600".split(), here(environment={})
-    )
-    assert not [problem for problem in check(run) if problem.severity == "error"]
-    loaded = replace(run, model={"model_type": "bert", "max_position_embeddings": 512})
-    errors = {problem.subject for problem in check(loaded) if problem.severity == "error"}
-    assert errors == {"model_name_or_path", "max_length"}
 
 
 def test_a_script_of_ones_own_loads_its_own_model():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,15 +19,12 @@ from tests.support.real_failures import (
     assert_fires,
     launched,
     losses,
-    report_of_deepspeed,
-    run_launch_command,
     tiny_llama,
     torchrun,
     train,
 )
+from tests.support.running import run_ranks
 from tests.support.runs import CLASSIFY, DS, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, yaml
-
-pytestmark = pytest.mark.usefixtures("fresh_state")
 
 TWO = ds_json(tensor_parallel={"autotp_size": 2})
 SCATTERS = '--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":true}}'
@@ -162,7 +161,7 @@ def test_no_and_multi_cpu_start_one_process(type_, write_yaml, monkeypatch):
     started = []
     monkeypatch.setattr(launch, "simple_launcher", started.append)
     file = write_yaml(type_)
-    run_launch_command(file)
+    launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "train.py"]))
     assert [args.num_processes for args in started] == [2]  # one command, though two were asked for
     assert_fires("single_engine_starts_one_process", {}, world=2, config=file)
 
@@ -188,14 +187,11 @@ def test_ddp_settings_wrap_nothing_in_one_process(tmp_path):
     assert_fires("ddp_settings_need_ddp", {"recipe": "baseline", "ddp_bucket_cap_mb": 1})
 
 
-def timeout_of_the_world() -> timedelta:
-    return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-
-
 def test_nccl_timeout_changes_no_timeout(gpu_rank, tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_TIMEOUT", "7")
     arguments(tmp_path, use_cpu=False, ddp_timeout=77)
-    assert timeout_of_the_world() == timedelta(seconds=77)
+    world = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert world.options._timeout == timedelta(seconds=77)
     assert_fires("nccl_timeout_is_an_argument", {}, environment={"NCCL_TIMEOUT": "7"})
 
 
@@ -297,8 +293,14 @@ def zero_report(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def zero_trained(tmp_path_factory) -> dict:
+    """The report of a process of its own, in which DeepSpeed trains on the CPU."""
     pytest.importorskip("deepspeed")
-    return report_of_deepspeed(zero_report, tmp_path_factory.mktemp("zero"))
+    folder = tmp_path_factory.mktemp("zero")
+    imports = f"import json, pathlib\nfrom {__name__} import zero_report\nfolder = pathlib.Path({str(folder)!r})\n"
+    (folder / "script.py").write_text(f"{imports}(folder / 'report.json').write_text(json.dumps(zero_report(folder)))")
+    _, output = run_ranks(1, {**os.environ, "DS_ACCELERATOR": "cpu"}, [str(folder / "script.py")])
+    assert (folder / "report.json").exists(), output
+    return json.loads((folder / "report.json").read_text())
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_nothing_stays_behind(yaml_file, tmp_path, monkeypatch):
     assert not is_deepspeed_zero3_enabled()
 
 
-def test_a_states_content_is_there_again_afterwards(fresh_state):
+def test_a_states_content_is_there_again_afterwards():
     from accelerate.state import PartialState
 
     state = PartialState(cpu=True)

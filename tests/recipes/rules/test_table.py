@@ -23,8 +23,6 @@ from tests.support.runs import (
     resolved,
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
-
 MIN_LR = "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs"
 RECOMPUTES = "--gradient_checkpointing --gradient_checkpointing_kwargs"
 EVEN = '--accelerator_config {"even_batches":false}'
@@ -34,7 +32,6 @@ NUM_STEPS = '--accelerator_config {"gradient_accumulation_kwargs":{"num_steps":4
 STREAM = "--dataset_name d --dataset_streaming --max_steps 9"
 WEIGHTED = "dataset_name: [{name: a, weight: 1}, {name: b, weight: 2}]"
 POLYNOMIAL = f"{DS} --lr_scheduler_type polynomial"
-FP16 = "--recipe memory --bf16 false --fp16"
 
 # row -> flags on one process of a CPU, with which of them it fires, and with which it does not
 FLAGS = {
@@ -223,12 +220,9 @@ def test_what_nothing_reads_changes_nothing(tmp_path):
 @pytest.mark.parametrize("schedule", sorted(legal.names("schedules_without_warmup")))
 def test_a_warmup_is_dropped(schedule, tmp_path):
     settings = dict(lr_scheduler_type=schedule, warmup_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1)
-    assert rates(train(tmp_path, evaluates=True, **settings)) == [5e-5, 5e-5]
+    history = train(tmp_path, evaluates=True, **settings).state.log_history
+    assert [entry["learning_rate"] for entry in history if "learning_rate" in entry] == [5e-5, 5e-5]
     assert_fires("warmup_steps_is_read", settings)
-
-
-def rates(trainer) -> list[float]:
-    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
 
 
 def test_a_compile_backend_compiles_what_torch_compile_switched_off(tmp_path):

@@ -25,10 +25,7 @@ from tests.support.runs import (
     yaml,
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
-
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16 << 30)
-PLATEAU = f"--lr_scheduler_type reduce_lr_on_plateau {EVAL}"
 MISSPELT = '--gradient_checkpointing --gradient_checkpointing_kwargs {"use_rentrant":false}'
 DYNAMO = ("dynamo_config:", "  dynamo_backend: inductor")
 FP8 = yaml("'NO'", "mixed_precision: fp8")
@@ -177,22 +174,3 @@ def test_a_warmup_longer_than_the_run_never_ends(tmp_path):
     history = train(tmp_path, **settings).state.log_history
     assert [entry["learning_rate"] for entry in history if "learning_rate" in entry] == [0, 5e-6]
     assert_fires("warmup_ends_before_the_run", settings)
-
-
-EVERY_STEP = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
-
-
-def test_the_worst_model_is_the_best_one(tmp_path):
-    settings = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, **EVERY_STEP)
-    trainer = train(tmp_path, evaluates=True, learning_rate=1e-2, **settings)
-    seen = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert trainer.state.best_metric == max(seen) > min(seen)
-    assert_fires("best_is_the_better_value", settings)
-
-
-def test_a_best_model_that_was_not_saved_is_not_loaded(tmp_path):
-    """The first evaluation is the best here: its step has no checkpoint, so none is loaded."""
-    settings = dict(EVERY_STEP, save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss")
-    state = train(tmp_path, evaluates=True, greater_is_better=True, **settings).state
-    assert (state.best_global_step, state.best_model_checkpoint) == (1, None)
-    assert_fires("every_evaluation_is_saved", settings)

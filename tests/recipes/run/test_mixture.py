@@ -28,10 +28,6 @@ def test_a_file_of_settings_names_a_source_or_a_mixture(text, parts, config):
     assert isinstance(named, str) == (len(parts) == 1)
 
 
-def test_several_names_on_a_command_line_are_a_mixture():
-    assert parts_of(resolved("--dataset_name a.jsonl b")["dataset_name"]) == [Part("a.jsonl"), Part("b")]
-
-
 WRONG = {
     "no parts": ("[]", "at least one part"),
     "a number": ("[a, 3]", "needs names, or entries with name, weight"),

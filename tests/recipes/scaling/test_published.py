@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from recipes.scaling import sentences
-from recipes.scaling.analyse import Series, analyse
+from recipes.scaling.analyse import analyse
 from recipes.scaling.timings import Timing
 
 
@@ -39,15 +39,6 @@ with Path(__file__).with_name("published.csv").open(newline="") as _stream:
     TABLES = [_table(row) for row in csv.DictReader(_stream)]
 
 
-def analysed(table: Table) -> Series:
-    """Through the columns that people have: so many samples take so long."""
-    seconds = [float(1000 / rate) for rate in table.rates]
-    rows = [
-        Timing(size, time, samples=1000, scaling=table.scaling) for size, time in zip(table.sizes, seconds, strict=True)
-    ]
-    return analyse(rows)[0]
-
-
 def expected_band(table: Table, place: int) -> str:
     if table.rates[place] < max(table.rates[:place]):
         return "negative scaling"
@@ -58,7 +49,9 @@ def expected_band(table: Table, place: int) -> str:
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
 def test_a_published_table_gets_the_verdict_that_its_numbers_give(table):
-    series = analysed(table)
+    """Through the columns that people have: so many samples take so long."""
+    timed = zip(table.sizes, (float(1000 / rate) for rate in table.rates), strict=True)
+    series = analyse([Timing(size, time, samples=1000, scaling=table.scaling) for size, time in timed])[0]
     for place, size in enumerate(series.sizes):
         assert size.speedup.median == pytest.approx(float(table.rates[place] / table.rates[0]))
         if table.published:

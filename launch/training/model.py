@@ -305,8 +305,8 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
         bnb_4bit_compute_dtype=compute,
-        # By itself, transformers 5.23 would also quantise a head that has a bias.
-        llm_int8_skip_modules=list(_HEADS) if run["task"] == "sequence_classification" else None,
+        # Otherwise transformers 5.23 quantises a head that has a bias. A pooler may be new as well.
+        llm_int8_skip_modules=[*_HEADS, "pooler.dense"] if run["task"] == "sequence_classification" else None,
         # FSDP shards only floats of one type: weights stored as bytes would stay whole on each GPU.
         bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )

@@ -317,7 +317,7 @@ def test_each_row_is_read_in_its_own_format(suffix, tmp_path):
     assert [learned(demo_tokenizer(), row) for row in data.train] == [text for text in wanted if text]
 
 
-def test_a_column_that_was_named_comes_first(tmp_path, tokenizer):
+def test_a_column_that_the_user_names_wins_over_chats(tmp_path, tokenizer):
     file = jsonl(tmp_path, [{"messages": CHAT, "body": "both"}, {"messages": CHAT, "body": None}])
     data = load_data(run_with(dataset_name=file, dataset_text_field="body"), tokenizer)
     assert decoded(tokenizer, data.train)[0] == "both<|endoftext|>" and "See you" in decoded(tokenizer, data.train)[1]

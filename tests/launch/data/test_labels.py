@@ -44,7 +44,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_labels_tell_what_is_learned(name, tmp_path, tokenizer):
+def test_labels_decide_the_kind_of_classification(name, tmp_path, tokenizer):
     labels, wanted, kind, names, batch = TARGETS[name]
     data = load_data(labelled(tmp_path, labels, problem_type=wanted), tokenizer)
     assert (data.problem_type, data.labels, batch_of(data)) == (kind, names, batch)

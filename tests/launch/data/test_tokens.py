@@ -120,7 +120,7 @@ def test_another_column_or_tokenizer_makes_other_tokens(tmp_path, tokenizer):
     assert found[0][1].startswith("<|im_start|>user") and found[2][1] == "text 00 txet"
 
 
-def test_a_tokenizer_found_without_a_network_is_the_same(tmp_path, tokenizer):
+def test_an_offline_tokenizer_has_the_same_cache_key(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "saved")
     found = [AutoTokenizer.from_pretrained(tmp_path / "saved", local_files_only=offline) for offline in (False, True)]
     assert tokens._contents(found[0]) == tokens._contents(found[1])

@@ -28,7 +28,7 @@ def test_by_default_there_is_a_rank_for_each_gpu_or_two_on_a_cpu():
         ("--nodes 2 --main_process_ip n1 --num_processes 3", "a multiple of 2"),
     ],
 )
-def test_a_world_that_is_not_possible_is_a_mistake(words, advice):
+def test_an_impossible_number_of_nodes_or_ranks_is_a_mistake(words, advice):
     with pytest.raises(UserError, match=advice):
         requested(*words.split())
 
@@ -50,7 +50,7 @@ def test_a_version_is_compared_with_the_supported_range(version, wanted, yes):
         ("0,1", None), ("GPU-b", None), ("0,2", "2"), ("0,0", "0"), ("0,GPU-a1", "GPU-a1"), ("MIG-1234", None),
     ],
 )  # fmt: skip
-def test_an_entry_that_is_not_a_gpu_is_found(visible, invalid):
+def test_an_entry_of_visible_devices_that_is_no_gpu_is_named(visible, invalid):
     assert machine.invalid_gpu(visible, ["GPU-a1", "GPU-b2"]) == invalid
 
 

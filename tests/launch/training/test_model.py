@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    DistilBertConfig,
+    DistilBertModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -201,9 +203,20 @@ def test_adapters_learn_with_checkpointing(llama):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_classifier_head_is_trained_beside_its_adapters(bert):
-    model = load(run_with(bert, task="sequence_classification", use_peft=True), CLASSES)
-    assert any("classifier" in name for name in trainable(model))
+@pytest.fixture(scope="module")
+def distilbert(tmp_path_factory):
+    config = DistilBertConfig(vocab_size=260, dim=32, hidden_dim=64, n_layers=2, n_heads=2)
+    return save(DistilBertModel(config), tmp_path_factory.mktemp("distilbert"))
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_adapters_leave_a_classifiers_whole_head_to_train(kind, four_bits, request):
+    layers = {"classifier", "pre_classifier"} if kind == "distilbert" else {"classifier"}
+    settings = dict(task="sequence_classification", use_peft=True, load_in_4bit=four_bits)
+    model = load(run_with(request.getfixturevalue(kind), **settings), CLASSES)
+    whole = {name for name in trainable(model) if "lora" not in name}
+    assert {name.split(".")[2] for name in whole} == layers and all("modules_to_save" in name for name in whole)
 
 
 def test_frozen_weights_have_16_bits_and_trained_ones_32(bert):

@@ -138,7 +138,7 @@ def folder(tmp_path_factory):
     ("mixed", "four_bits", "dora", "dropout", "checkpointing"),
     [(False, True, False, 0.1, False), (True, True, False, 0.0, True), (True, False, True, 0.1, False)],
 )
-def test_a_trace_of_adapters_keeps_what_the_real_model_keeps(mixed, four_bits, dora, dropout, checkpointing, folder):
+def test_a_trace_with_adapters_keeps_the_real_models_tensors(mixed, four_bits, dora, dropout, checkpointing, folder):
     chosen = {"load_in_4bit": four_bits, "lora_dropout": dropout, "gradient_checkpointing": checkpointing}
     run = run_with(folder, use_peft=True, use_dora=dora, max_length=128, bf16=mixed, **chosen)
     with silence():

@@ -54,7 +54,7 @@ def test_checkpointing_is_preferred_to_offload_and_said(capsys):
     assert f"{flags}\n" in printed
 
 
-def test_one_gpu_is_never_recommended_to_share_with_nobody():
+def test_sharding_is_never_recommended_for_one_gpu():
     assert "sharded" not in {entry.name for entry in planned(num_processes=1).recipes}
     assert planned(num_processes=1, recipe="sharded").recommended == "sharded"
 
@@ -146,7 +146,7 @@ def test_where_only_offload_fits_other_settings_do_without_and_adapters(memory, 
         assert entry.fits and run.engine.offload_optimizer == "none" and bool(run["use_peft"]) == step.adapters
 
 
-def test_a_step_to_another_recipe_leaves_the_accelerate_yaml_out():
+def test_advice_to_change_the_recipe_leaves_the_accelerate_yaml_out():
     found = steps(num_processes=2, accelerate_config=YAML, gpu_memory=2)
     assert {"sharded", "memory", "standard"} <= {word for step in found for word in shlex.split(step.words)}
     for step in found:

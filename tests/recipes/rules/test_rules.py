@@ -56,7 +56,7 @@ def test_rule_leaves_the_nearest_legal_run_alone(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "run", "subject"), ALSO_FIRES, ids=lambda value: getattr(value, "argv", value))
-def test_rule_fires_in_its_other_cases(name, run, subject, tmp_path, monkeypatch):
+def test_rule_fires_in_each_further_case(name, run, subject, tmp_path, monkeypatch):
     found = list(BY_NAME[name](run.resolve(tmp_path, monkeypatch)))
     assert [problem for problem in found if subject in problem.subject]
 

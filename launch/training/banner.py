@@ -129,9 +129,8 @@ def schedule(run: RunSpec) -> str:
     """Return the settings of the learning-rate schedule, the run's length and max_length."""
     warmup = run["warmup_steps"]
     warm_up = f"warm-up of {warmup:.0%}" if 0 < warmup < 1 else f"warm-up of {plural(int(warmup), 'step')}"
-    length = (
-        f"num_train_epochs {run['num_train_epochs']:g}" if run["max_steps"] <= 0 else f"max_steps {run['max_steps']}"
-    )
+    steps = run["max_steps"]
+    length = f"max_steps {steps}" if steps > 0 else f"num_train_epochs {run['num_train_epochs']:g}"
     rate = f"learning_rate {run['learning_rate']:g}, {run['lr_scheduler_type']}"
     return f"{rate}, {warm_up if warmup else 'no warm-up'}, {length}, max_length {run['max_length']}"
 

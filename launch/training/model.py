@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from accelerate.utils import gather_object
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -57,18 +58,19 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     Raises `UserError` if the model cannot be loaded.
     """
     set_seed(run["seed"])  # new heads, adapters and models from scratch are equal on every rank
+    new: list[str] = []
     config = load_config(run, tokenizer, data.labels, data.problem_type)
     if run["model_name_or_path"] and _waits_for_weights(run):
         model = _unread(run, config)
     elif run["from_scratch"] or run["model_name_or_path"] is None:
         model = _from_scratch(run, config, len(tokenizer))
     else:
-        model = _pretrained(run, config)
+        model, new = _pretrained(run, config)
     # With a cache, transformers ignores where padding-free sequences begin. A multimodal model
     # reads the setting of its text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
     require_batches_for_batch_norm(run, model)
-    return with_adapters(run, model) if run["use_peft"] else model
+    return with_adapters(run, model, new) if run["use_peft"] else model
 
 
 def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -97,8 +99,7 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     if run["gradient_checkpointing"] and cls and not cls.supports_gradient_checkpointing:
         what, fix = f"{cls.__name__} has no gradient checkpointing", "--gradient_checkpointing false"
         found.append(run.with_source(Problem("gradient_checkpointing", what, fix)))
-    errors = [problem for problem in found if problem.severity == "error"]
-    if errors:
+    if errors := [problem for problem in found if problem.severity == "error"]:
         raise UserError(*errors)
     known, advice = with_separate_examples(known, config)
     return known, [*found, *advice]
@@ -238,7 +239,8 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
+def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model, and the modules that its files lack, apart from a classifier's head."""
     options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
@@ -252,17 +254,13 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
         model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
     weights = [weight for weight, _ in model.named_parameters()]
     lacking = sorted(set(weights) & set(info["missing_keys"]))
-    is_new_head = run["task"] == "sequence_classification" and not any(
-        weight.startswith(f"{model.base_model_prefix}.") for weight in lacking
-    )
     if len(lacking) == len(weights):  # the files hold another model or no weights
         what = f"{name} holds none of the {len(weights)} weights that its config.json describes, such as {lacking[0]}"
         raise mistake("model_name_or_path", what, "use the weights that were saved with this config.json")
-    if lacking and not is_new_head:
-        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
-        note = f"{name} lacks {lacking[0]}{more}: the run begins with random values there"
+    if lost := [weight for weight in lacking if not {*_HEADS} & {*weight.split(".")}]:
+        note = f"{name} lacks {', '.join(lost[:3])}: the run begins with random values there"
         print_note(note, console(os.environ.get("RANK", "0") == "0"))
-    return model
+    return model, [weight.removesuffix(".weight") for weight in lost if weight.endswith(".weight")]
 
 
 def auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
@@ -305,15 +303,16 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
         bnb_4bit_compute_dtype=compute,
-        # Otherwise transformers 5.23 quantises a head that has a bias. A pooler may be new as well.
-        llm_int8_skip_modules=[*_HEADS, "pooler.dense"] if run["task"] == "sequence_classification" else None,
+        # Otherwise transformers 5.23 quantises a head that has a bias.
+        llm_int8_skip_modules=list(_HEADS) if run["task"] == "sequence_classification" else None,
         # FSDP shards only floats of one type: weights stored as bytes would stay whole on each GPU.
         bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )
 
 
-def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
-    """Add LoRA to the model. Under mixed precision, the weights of LoRA are float32.
+def with_adapters(run: Settings, model: PreTrainedModel, new: list[str] | None = None) -> torch.nn.Module:
+    """Add LoRA to the model. Under mixed precision, the weights of LoRA are float32. Modules with
+    `new` random weights are trained and saved whole: each load would draw other random values.
 
     The frozen weights keep the type `dtype`, also in a 4-bit model: peft's own preparation would
     convert embeddings and head to float32, and thereby all activations between the layers.
@@ -322,12 +321,19 @@ def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
 
     if run["gradient_checkpointing"]:
         model.enable_input_require_grads()  # else frozen embeddings cut the recomputed blocks off the graph
+    if torch.distributed.is_initialized():
+        new = gather_object([new])[0]  # under FSDP2, only rank 0 has read the files
+    for layer in map(model.get_submodule, new or ()):
+        if type(layer).__name__ == "Linear4bit":  # whose new weights transformers does not quantise
+            layer.__class__ = torch.nn.Linear
+    whole = [*(new or ()), *(_HEADS if run["task"] == "sequence_classification" else ())]
     lora = LoraConfig(
         r=run["lora_r"],
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
-        exclude_modules=f".*({'|'.join(_HEADS)})" if run["task"] == "sequence_classification" else None,
+        modules_to_save=new or None,
+        exclude_modules=f".*({'|'.join(map(re.escape, whole))})" if whole else None,
         use_dora=run["use_dora"],
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,
     )

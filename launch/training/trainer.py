@@ -288,7 +288,7 @@ class RecipeTrainer(CommittingTrainer):
         adapts = hasattr(self.model, "peft_config")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapts)
         state = get_model_state_dict(self.model, options=options)
-        if self.args.should_save:  # in transformers 5.17 every rank would write the file, empty except on rank 0
+        if self.args.should_save:  # before transformers 5.23, every rank would write, the others an empty file
             self._save(output_dir, state_dict=state)
 
     def _issue_warnings_after_load(self, load_result) -> None:

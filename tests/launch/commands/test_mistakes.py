@@ -44,7 +44,7 @@ MISTAKES = {
     "submit local --nodes 2 --dry_run": "--processes_per_node",
     "submit local --dry_run --output /nowhere/job.sh": "a writable folder",
     "submit azureml": "--compute NAME",
-    "submit azureml --compute c --spot": "--instance_type in place of --compute",
+    "submit azureml --compute c --spot": "use --instance_type, not --compute",
     "submit azureml --compute c -- --output_dir out": "--output_uri",
     "submit azureml --compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "looks like a secret",
     f"submit azureml --compute c --data azureml:a:1 -- --dataset-name=b {MODEL}": "names the job's data set",

@@ -56,7 +56,7 @@ def test_a_run_on_a_sharded_engine_is_evaluated_in_one_process(tiny_model, texts
 def test_without_held_out_data_other_data_are_asked_for(tiny_model, texts, tmp_path, capsys):
     assert train_here(tiny_model, texts, tmp_path / "out", *SHORT).code == 0
     code, said = answered(capsys, "evaluate", tmp_path / "out")
-    assert code == 2 and "has no held-out data" in said and "Fix: --dataset_name" in said
+    assert code == 2 and "has no held-out data" in said and "Fix: add --dataset_name" in said
 
 
 def first_tokens(model, inputs, tokenizer) -> str:

@@ -35,7 +35,7 @@ WRONG = {
     "no name": ("[{weight: 2}]", "needs names, or entries with name"),
     "a weight of nothing": ("[{name: a, weight: 0}]", "needs a weight above 0, got 0 for a"),
     "a weight for one alone": ("[{name: a, weight: 2}, b]", "weights for all parts or for none"),
-    "columns that are a list": ("[{name: a, columns: [x]}]", "columns as old name: new name"),
+    "columns that are a list": ("[{name: a, columns: [x]}]", "columns such as {question: prompt}"),
 }
 
 

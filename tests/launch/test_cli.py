@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from launch import train
 from launch.cli import COMMANDS, main
-from recipes import __version__
+from recipes import __version__, legal
 
 
 def test_help_lists_every_command_once_in_its_group(capsys):
@@ -26,6 +27,12 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
         main([name, "--help"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: recipes {name}")
+
+
+def test_train_py_lists_every_setting(capsys):
+    assert train.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert [name for name in legal.settings() if f"--{name}" not in printed] == []
 
 
 @pytest.mark.parametrize(

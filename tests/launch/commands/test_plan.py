@@ -91,6 +91,8 @@ def test_it_prints_what_to_try_if_nothing_fits(said):
     assert "nothing fits" in printed and "--use_peft true --load_in_4bit true" in printed
     for number, step in enumerate(plan["next_steps"], 1):
         assert f"\n{number}: {step['words']}\n" in printed  # on a line of its own, to be copied whole
+    enough = any(step["planned"]["fits"] for step in plan["next_steps"])
+    assert enough != ("none of these is enough: use " in printed)
 
 
 def test_if_ram_is_short_it_says_how_much_is_needed_and_which_step_lacks_only_ram(said):

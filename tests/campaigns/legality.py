@@ -398,7 +398,7 @@ LATE = [
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
     (
         r"completion_only_loss|assistant_only_loss",
-        r"(needs|(row [\d,]+: the row )?has no)",
+        r"(needs|(row [\d,]+: )?(the row )?has no)",
         "depends on the columns of the data",
     ),
     (r"lora_target_modules", r"the model has no module", "only the built model has modules"),

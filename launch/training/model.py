@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -310,7 +310,7 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
     )
 
 
-def with_adapters(run: Settings, model: PreTrainedModel, new: list[str] | None = None) -> torch.nn.Module:
+def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()) -> torch.nn.Module:
     """Add LoRA to the model. Under mixed precision, the weights of LoRA are float32. Modules with
     `new` random weights are trained and saved whole: each load would draw other random values.
 
@@ -322,17 +322,17 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: list[str] | None =
     if run["gradient_checkpointing"]:
         model.enable_input_require_grads()  # else frozen embeddings cut the recomputed blocks off the graph
     if torch.distributed.is_initialized():
-        new = gather_object([new])[0]  # under FSDP2, only rank 0 has read the files
-    for layer in map(model.get_submodule, new or ()):
+        new = gather_object([list(new)])[0]  # under FSDP2, only rank 0 has read the files
+    for layer in map(model.get_submodule, new):
         if type(layer).__name__ == "Linear4bit":  # whose new weights transformers does not quantise
             layer.__class__ = torch.nn.Linear
-    whole = [*(new or ()), *(_HEADS if run["task"] == "sequence_classification" else ())]
+    whole = [*new, *(_HEADS if run["task"] == "sequence_classification" else ())]
     lora = LoraConfig(
         r=run["lora_r"],
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
-        modules_to_save=new or None,
+        modules_to_save=list(new) or None,
         exclude_modules=f".*({'|'.join(map(re.escape, whole))})" if whole else None,
         use_dora=run["use_dora"],
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,

@@ -79,11 +79,14 @@ Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size cl
 class Allocator:
     """Count bytes as torch.cuda.memory_allocated and memory_reserved do, and keep the peaks.
 
-    `limit` is the most bytes that may be reserved, None for any amount.
+    `limit` is the most bytes that may be reserved, None for any amount. An `expandable` allocator
+    has one segment for each size class, which grows at its end. It has no limit: at a limit torch
+    gives back all free pages, wherever they are.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
+    def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
+        self.limit, self.expandable = limit, expandable
+        self._ends: dict[int, Block] = {}  # the last block of each expandable segment, by its pool's id
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._small: Pool = []
         self._large: Pool = []
@@ -95,6 +98,8 @@ class Allocator:
         pool = self._small if size <= SMALL else self._large
         # Take the smallest cached block that is large enough; of equal blocks, the lowest address.
         at = bisect_left(pool, (size,))
+        if self.expandable and at + 1 < len(pool) and pool[at][2].after is None:
+            at += 1  # the last block can grow, so it counts as the largest
         block = pool.pop(at)[2] if at < len(pool) else self._new(pool, size)
         if block is None:
             self.empty_cache()
@@ -109,6 +114,7 @@ class Allocator:
                 block.after.before = rest
             block.after, block.size = rest, size
             _cache(rest)
+            self._note_end(rest)
         block.allocated = True
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -129,6 +135,7 @@ class Allocator:
             if block.after:
                 block.after.before = block
         _cache(block)
+        self._note_end(block)
 
     def empty_cache(self) -> None:
         """Release every segment in which nothing is allocated."""
@@ -140,6 +147,8 @@ class Allocator:
     def _new(self, pool: Pool, size: int) -> Block | None:
         """Reserve a segment and return it as one block, None if the limit would be exceeded."""
         least = SMALL_SEGMENT if pool is self._small else LARGE_SEGMENT
+        if self.expandable:
+            return self._longer(pool, size, least)
         segment = least if size < MIN_LARGE else _up(size, ROUND_LARGE)
         if self.limit is not None and self.reserved + segment > self.limit:
             return None
@@ -147,6 +156,28 @@ class Allocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._next_address += segment
         return Block(self._next_address - segment, segment, pool)
+
+    def _longer(self, pool: Pool, size: int, step: int) -> Block:
+        """Let the pool's segment grow, and return its last block, of at least `size` bytes."""
+        last = self._ends.get(id(pool))
+        free = last if last and not last.allocated else None
+        grown = _up(size - (free.size if free else 0), step)
+        self.reserved += grown
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        if free:
+            _uncache(free)
+            free.size += grown
+            return free
+        start = last.address + last.size if last else (pool is self._small) << 60  # far from the other pool
+        block = Block(start, grown, pool, before=last)
+        if last:
+            last.after = block
+        self._note_end(block)
+        return block
+
+    def _note_end(self, block: Block) -> None:
+        if self.expandable and block.after is None:
+            self._ends[id(block.pool)] = block
 
 
 def _cache(block: Block) -> None:
@@ -245,12 +276,12 @@ class Requests:
             return exact.peak_reserved
         return max(exact.peak_reserved, larger.peak_reserved - (larger.peak_allocated - exact.peak_allocated))
 
-    def replay(self, limit: int | None = None, larger: float = 1) -> Allocator:
+    def replay(self, limit: int | None = None, larger: float = 1, expandable: bool = False) -> Allocator:
         """Replay all events and return the allocator. Large requests of steps grow by `larger`.
 
         Raises `OutOfMemory` if the requests do not fit under the limit.
         """
-        allocator = Allocator(limit)
+        allocator = Allocator(limit, expandable)
         blocks: list[Block] = []
         for place, event in enumerate(self.events):
             if event < 0:
@@ -267,9 +298,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
 
     torch reserves at most `limit` bytes: at the limit, torch empties its cache and tries again. If
     the run still does not fit, this function raises the limit in steps of 5 % until the run fits.
-    The cache is 0 if the allocations alone exceed `limit`. With expandable segments it is 0 too,
-    because torch then unmaps cached pages before memory runs out. ZeRO and FSDP still have a cache,
-    because their several streams have separate pools.
+    The cache is 0 if the allocations alone exceed `limit`.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
@@ -277,10 +306,11 @@ def with_cached(memory: Memory, limit: int) -> Components:
     states = replace(memory.gpu, buffers=memory.gpu.buffers + workspaces)
     if LOOP in memory.micro_batch.kernels or states.total > limit:
         return states
-    if memory.run["expandable_segments"] and memory.run.engine.kind not in ("deepspeed", "fsdp"):
-        return states
-    # In the replay, DeepSpeed's and FSDP's states stay at their fullest: `more` bytes too many.
     requests = requests_of(memory, states)
+    if memory.run["expandable_segments"]:
+        found = requests.replay(expandable=True)
+        return replace(states, cached=min(found.peak_reserved - found.peak_allocated, limit - states.total))
+    # In the replay, DeepSpeed's and FSDP's states stay at their fullest: `more` bytes too many.
     more = requests.peak() - states.allocated if casts_the_model(memory.run) else 0
     limit += more - states.context
     while True:

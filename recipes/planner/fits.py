@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.errors import mistake, one_line
 from recipes.planner.allocator import with_cached
 from recipes.planner.memory import (
+    COMPILED,
     EAGER,
     EVALUATION,
     LOADING,
@@ -30,6 +31,7 @@ from recipes.planner.memory import (
 )
 from recipes.planner.speed import StepTime, step_time
 from recipes.rules.data_and_model import fuses_the_loss, what_peft_accepts
+from recipes.rules.facts import mapping
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
@@ -109,6 +111,10 @@ class Estimator:
     def _of_case(self, run: RunSpec, case: Case) -> Traced:
         from recipes.planner.trace import at_batch
 
+        if case.compiled:
+            with contextlib.suppress(Exception):  # without the savings, the plan is too high, and says so
+                return self._trace(run, case)
+            case = replace(case, compiled=False)
         try:
             # Liger's chunks (2^n tokens) and a batch of 1 (which makes views where larger batches
             # make copies) are not extrapolated.
@@ -150,6 +156,8 @@ class Estimator:
             capability=run.hardware.capability,
             attention=asked if wanted in (None, "eager", "sdpa") else PACKAGED,
             liger=self.liger(run),
+            liger_layers=self.liger(run) and False not in mapping(run["liger_kernel_config"]).values(),
+            compiled=bool(run["torch_compile"] and run["use_regional_compilation"] and not recomputes(run)),
         )
 
     def liger(self, run: RunSpec) -> bool:
@@ -305,22 +313,18 @@ def _divisors(number: int) -> list[int]:
 
 
 def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> Iterator[str]:
-    """Yield notes on loading, loops over a sequence, Liger, torch.compile and unfused attention.
-
-    A compiled Llama keeps 0.64 to 0.86 times as many activations for the backward (aot_eager with
-    the partitioner of inductor, torch 2.13). On an H200, `fast` allocated 42.9 GiB, and the plan
-    was 56.5 GiB (torch 2.11, 1.2B parameters, 8 x 2048 tokens).
-    """
+    """Yield notes on loading, loops over a sequence, Liger, torch.compile and unfused attention."""
     if moment == LOADING:
         yield "loading needs more memory than steps: each GPU holds all weights in 4 bits until they are sharded"
     if LOOP in kernels:
         yield "planned with transformers' own loop over the tokens: a package of kernels makes the peak lower"
         yield "memory that torch caches is not counted: nvidia-smi shows more than the plan"
-    if run["use_liger_kernel"]:
-        yield f"savings by Liger's kernels are not counted{', except for its loss' * liger}: the real peak is lower"
+    if run["use_liger_kernel"] and not liger:
+        yield "savings by Liger's kernels are not counted: the real peak is lower"
     if run["label_smoothing_factor"] and run["task"] == "causal_lm":
         yield "tensors that label smoothing makes from the logits are not counted: the real peak is higher"
-    if run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]:
+    compiles = run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]
+    if compiles and COMPILED not in kernels:
         yield "savings by torch.compile are not counted: the real peak is lower, but higher with CUDA graphs"
     keeps = "which keeps batch x heads x length x length numbers in every layer"
     if EAGER in kernels:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from recipes.planner.memory import EAGER, MATH, PACKAGED
+from recipes.planner.regions import attention, is_divided
 
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 _F, _T = torch.nn.functional, torch.Tensor
@@ -49,9 +50,11 @@ class Operations(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in _GROUPED_MATMULS and is_divided():
+            raise NotImplementedError("compiled experts are not planned: their kernel is another one")
         if func in _GROUPED_MATMULS:
             return _GroupedMatmul.apply(*args[:2])
-        if not self.on_cuda:
+        if not self.on_cuda or (is_divided() and func in _SOFTMAX):
             return func(*args, **kwargs)
         if func is _F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
@@ -75,7 +78,7 @@ class Operations(TorchFunctionMode):
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             (attn_mask,) = _as_autocast(attn_mask)
         if is_fused(self.capability, query, key, value, attn_mask, enable_gqa):
-            return _Fused.apply(query, key, value, None if attn_mask is None else _as_bias(attn_mask, query))
+            return _fused(query, key, value, None if attn_mask is None else _as_bias(attn_mask, query))
         self.kernels.add(MATH)
         with torch.autocast("cpu", enabled=False):
             kept = (query, key, value, attn_mask, dropout_p, is_causal)
@@ -184,6 +187,10 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def _fused(query, key, value, bias) -> torch.Tensor:
+    return attention(query, key, value, bias)[0] if is_divided() else _Fused.apply(query, key, value, bias)
+
+
 class _Fused(torch.autograd.Function):
     """Save what a fused kernel saves: query, key, value, mask, result, log-sum-exp per query.
 
@@ -226,14 +233,14 @@ def packaged_attention(padded: bool) -> Iterator[None]:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def attention(module, query, key, value, *_, **__):
+    def packaged(module, query, key, value, *_, **__):
         query, key, value = _as_autocast(query, key, value)
         if padded:
             query, key, value = query.clone(), key.clone(), value.clone()
-        out = _Fused.apply(query, key, value, None)
+        out = _fused(query, key, value, None)
         return (out.clone() if padded else out).transpose(1, 2).contiguous(), None
 
-    ALL_ATTENTION_FUNCTIONS[PACKAGED] = attention
+    ALL_ATTENTION_FUNCTIONS[PACKAGED] = packaged
     try:
         yield
     finally:
@@ -246,7 +253,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
 
 
-# --- Liger's loss ---------------------------------------------------------------------------------
+# --- Liger's kernels ------------------------------------------------------------------------------
 
 
 def fuse_loss(model: Any, capability: tuple[int, int]) -> None:
@@ -257,6 +264,51 @@ def fuse_loss(model: Any, capability: tuple[int, int]) -> None:
     model.loss_function = lambda logits, *_, **__: _Loss.apply(
         logits.reshape(-1, logits.shape[-1]), weight, bias, capability
     )
+
+
+def fuse_layers(model: Any) -> None:
+    """Replace RMSNorm and the product of a gated MLP as liger-kernel 0.8.5 does (ops/rms_norm.py,
+    ops/swiglu.py). Its rotary embedding, which works in place, is left to the caller.
+    """
+    for layer in model.modules():
+        if type(layer).__name__.endswith("RMSNorm"):
+            layer.forward = _normed(layer)
+        elif all(hasattr(layer, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+            layer.forward = _gated(layer)
+
+
+def _normed(layer: Any) -> Callable:
+    return lambda rows: _Norm.apply(rows, layer.weight)
+
+
+def _gated(layer: Any) -> Callable:
+    return lambda rows: layer.down_proj(_Gate.apply(layer.gate_proj(rows), layer.up_proj(rows)))
+
+
+class _Norm(torch.autograd.Function):
+    """Save the input and a number per row. The input's gradient overwrites the result's."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(rows, weight, torch.empty(rows.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0], torch.empty_like(ctx.saved_tensors[1])
+
+
+class _Gate(torch.autograd.Function):
+    """Multiply an activated gate by `up`. Save both, which their gradients overwrite."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return ctx.saved_tensors
 
 
 class _Loss(torch.autograd.Function):

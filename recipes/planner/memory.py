@@ -29,6 +29,7 @@ PACKAGED = "recipes_packaged"
 EAGER, MATH = "eager", "math"
 
 LOOP = "loop"  # the model's own code loops over a sequence
+COMPILED = "compiled"  # equal layers keep what torch.compile keeps of them
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
 # The columns of a trace's allocations. Time is counted in allocations: how many were made before.
@@ -87,6 +88,8 @@ class Case:
     evaluation: bool = False  # a forward without gradients, by a model in eval mode
     capability: tuple[int, int] = (8, 0)
     liger: bool = False  # Liger computes the loss, without the full logits in memory
+    liger_layers: bool = False  # and norms, gated MLPs and rotary embeddings of the layers
+    compiled: bool = False  # equal layers are compiled (accelerate's regional compilation)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from recipes.planner.kernels import Linear4bit, Operations, fuse_loss, packaged_attention, quantise
+from recipes.planner.kernels import Linear4bit, Operations, fuse_layers, fuse_loss, packaged_attention, quantise
 from recipes.planner.memory import (
+    COMPILED,
     COMPLETE,
     FREED,
     FROZEN,
@@ -35,6 +36,7 @@ from recipes.planner.memory import (
     LOGITS,
     LOOP,
     NEVER,
+    PACKAGED,
     SIZE,
     TRAINED,
     Adapters,
@@ -42,6 +44,7 @@ from recipes.planner.memory import (
     Traced,
     Weights,
 )
+from recipes.planner.regions import compile_layers
 from recipes.quiet import silence
 
 _MOST_PIECES = 3
@@ -121,11 +124,19 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
     # Without a mask, each row is one sequence. Fake tensors have no values, so transformers would
     # assume several sequences in a row and build a mask that separates them.
     in_order = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
-    with silence(), FakeTensorMode(), packaged_attention(case.mask), in_order:
+    with silence(), FakeTensorMode(), packaged_attention(case.mask), in_order, _rotary(config, case):
         model = _model(config, case)
         live = LiveBytes(vocabulary=config.get_text_config().vocab_size)
         live.ignore([*model.parameters(), *model.buffers()])
         inputs = _inputs(config, case)
+        if case.compiled:
+            compile_layers(model, case)
+            with Operations(case.on_cuda, case.capability), torch.set_grad_enabled(not case.evaluation):
+                loss = model(**inputs).loss  # divides the layers
+                if not case.evaluation:
+                    loss.backward()
+            del loss
+            model.zero_grad()
         hooked = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(live.gradient) for parameter in hooked]
         with Operations(case.on_cuda, case.capability) as operations, live, torch.set_grad_enabled(not case.evaluation):
@@ -136,7 +147,16 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
             allocations = np.array(live.allocations)  # before the model is freed
         for hook in hooks:
             hook.remove()
-    return Traced(allocations, made_forward, frozenset(operations.kernels), live.made_by)
+    kernels = operations.kernels | ({COMPILED} if case.compiled else set())
+    return Traced(allocations, made_forward, frozenset(kernels), live.made_by)
+
+
+def _rotary(config: PreTrainedConfig, case: Case) -> contextlib.AbstractContextManager:
+    """Have Liger's rotary embedding, which works in place, take no memory."""
+    module = sys.modules.get(getattr(_class(config, case.task), "__module__", ""))
+    if not case.liger_layers or not hasattr(module, "apply_rotary_pos_emb"):
+        return contextlib.nullcontext()
+    return patch.object(module, "apply_rotary_pos_emb", lambda query, key, *_, **__: (query, key))
 
 
 def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None) -> Weights:
@@ -188,6 +208,11 @@ def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceCl
     return AutoModelForSequenceClassification if task == "sequence_classification" else AutoModelForCausalLM
 
 
+def _class(config: PreTrainedConfig, task: str) -> type | None:
+    """Return the model's class in transformers, None if its code comes with the weights."""
+    return _auto_class(task)._model_mapping.get(type(config), None)
+
+
 def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Module:
     """Build the model of `config`. Use remote code only if the class of `config` is remote code."""
     own = type(config).__module__.startswith("transformers_modules.")
@@ -196,13 +221,20 @@ def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Modu
 
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
-    asked = {} if case.attention is None else {"attn_implementation": case.attention}
+    by_name = getattr(
+        _class(config, case.task), "_supports_attention_backend", True
+    )  # else the model knows its own attention only
+    asked = (
+        {"attn_implementation": case.attention} if case.attention and (by_name or case.attention != PACKAGED) else {}
+    )
     with no_init_weights():  # some models draw weights again until all are in range: endless on fake tensors
         model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.tie_weights()
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as launch/training/model.py
     if case.liger:
         fuse_loss(model, case.capability)
+    if case.liger_layers:
+        fuse_layers(model)
     if case.adapters:
         if case.checkpointing:
             model.enable_input_require_grads()  # as launch/training/model.py does
@@ -281,7 +313,7 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced:
     unit = _loop_unit(config, case.task)
     if unit is None or case.length <= 3 * unit:
         return trace_shallow(config, weights, case) or trace(config, case)
-    three = [trace_any(config, weights, replace(case, length=times * unit)) for times in (1, 2, 3)]
+    three = [trace_any(config, weights, replace(case, length=times * unit, compiled=False)) for times in (1, 2, 3)]
     return at_length(three, case.length / unit)
 
 

@@ -77,6 +77,7 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
     ("bnb_4bit_quant_type use_bnb_nested_quant", lambda run: run["load_in_4bit"],
      "without load_in_4bit", "--load_in_4bit"),
     ("fsdp_config", lambda run: run["fsdp"], "without fsdp", "--fsdp"),
+    ("use_regional_compilation", lambda run: _compiles(run), "without torch_compile", "--torch_compile"),
     ("gradient_checkpointing_kwargs", lambda run: run["gradient_checkpointing"],
      "without gradient_checkpointing", "--gradient_checkpointing"),
     ("eval_steps", lambda run: run["eval_strategy"] == "steps",

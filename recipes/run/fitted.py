@@ -18,7 +18,7 @@ _SETTINGS = (
     "dataset_config dataset_train_split dataset_columns dataset_streaming max_length packing packing_strategy "
     "optim optim_args gradient_checkpointing gradient_checkpointing_kwargs gradient_as_bucket_view "
     "torch_compile use_liger_kernel label_smoothing_factor deepspeed fsdp fsdp_config global_batch_size memory_limit "
-    "expandable_segments"
+    "expandable_segments use_regional_compilation"
 ).split()
 
 

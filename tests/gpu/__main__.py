@@ -101,12 +101,12 @@ def run_cases(results: Results, chosen: Sequence[Case], rehearse: bool, end: flo
     GPU's memory holds.
     """
     gpus, room = hardware.read().gpus, threading.Condition()
-    free = 0.9 * gpus[0].memory_bytes / 2**30 if gpus else 0.0
+    whole = free = 0.9 * gpus[0].memory_bytes / 2**30 if gpus else 0.0
 
     def run(case: Case, work: Path) -> None:
         nonlocal free
         before = results.rows.get(case.name, {})
-        size = min(free, before.get("planned", {}).get("planned process GiB", case.gib))
+        size = min(whole, before.get("planned", {}).get("planned process GiB", case.gib))
         with room:
             room.wait_for(lambda: free >= size)
             free -= size

@@ -3,8 +3,8 @@ memory against the plan.
 
 A step trains 16 sequences of 2048 tokens, the same ones in the hand-written loop and in the
 recipes, which train.py trains. Models are initialised from a configuration, so nothing is
-downloaded. Several cases run at once, so that one compiles while another is timed: from its second
-step on, a case has the GPU for itself. The first three steps are not timed.
+downloaded. Several cases run at once, so that one compiles while another is timed: after its first
+step, which may compile, a case has the GPU for itself. The first three steps are not timed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from tests.support.wide import texts_of
 Figures = dict[str, Any]
 OK, OUT_OF_MEMORY = "ok", "out of memory"
 GIB = 2**30
-LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY, RATE = 2048, 16, 10, 32_000, 1e-4
+LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY, RATE = 2048, 16, 7, 32_000, 1e-4
 COMMAND = [sys.executable, "-m", "launch"]
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "0.5B": {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 20, "num_attention_heads": 20},
     "1.2B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20, "num_attention_heads": 16},
+    "3B": {"hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32, "num_attention_heads": 20},
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 # Flags of `recipes train`. All sequences have one length: none needs packing.
@@ -57,14 +58,19 @@ RECIPES = {
     "memory": "--recipe memory",
     "fast, 8-bit Adam": "--recipe fast --optim adamw_bnb_8bit",
 }
+WHOLE = "--use_regional_compilation false"
 VARIANTS = {
-    "fast, no compile": "--recipe fast --torch_compile false",
-    "fast, no Liger": "--recipe fast --use_liger_kernel false",
-    "fast, sdpa": "--recipe fast --attn_implementation sdpa",
+    "fast, whole compile": f"--recipe fast {WHOLE}",
     "fast, micro 16": "--recipe fast --per_device_train_batch_size 16",
+    "fast, no compile": "--recipe fast --torch_compile false",
+    "fast, no compile, optimizer not fused": "--recipe fast --torch_compile false --optim adamw_torch",
+    "fast, no compile, fixed segments": "--recipe fast --torch_compile false --expandable_segments false",
+    "fast, no compile, no workers": "--recipe fast --torch_compile false --dataloader_num_workers 0",
+    "fast, whole compile, sdpa": f"--recipe fast {WHOLE} --attn_implementation sdpa",
+    "fast, whole compile, no Liger": f"--recipe fast {WHOLE} --use_liger_kernel false",
     "fast, checkpointing": "--recipe fast --gradient_checkpointing",
 }
-LORA = "--recipe fast --use_peft --dtype bfloat16 --gradient_checkpointing"
+LORA = "--recipe fast --use_peft --per_device_train_batch_size 4"
 
 
 @dataclass(frozen=True)
@@ -86,18 +92,24 @@ class Case:
 def all_cases(rehearse: bool) -> list[Case]:
     """The cases for one GPU, the most valuable first; or those of a rehearsal, with tiny models."""
 
-    def speed(size: str, name: str, measure: Callable[..., Figures], *how: Any, seconds: int = 45) -> Case:
-        return Case("speed", f"{size} {name}", seconds, partial(measure, size, *how, rehearse))
+    def speed(size: str, name: str, measure: Callable[..., Figures], *how: Any, seconds: int = 35) -> Case:
+        gib = 70 if "micro 16" in name else 64 if name in ("loop", "LoRA") else 50
+        gib = {"0.5B": gib // 2, "3B": 2 * gib}.get(size, gib)
+        return Case("speed", f"{size} {name}", seconds, partial(measure, size, *how, rehearse), gib=gib)
 
-    sizes, large = (["tiny"], "tiny") if rehearse else (["0.5B", "1.2B"], "7B")
+    large, small, lora = ("tiny", "tiny", "tiny") if rehearse else ("1.2B", "0.5B", "7B")
     cases = [Case("doctor", "doctor", 60, doctor, gib=1000)]  # alone
-    for size in sizes:
+    for size in dict.fromkeys((large, small)):
         cases += [speed(size, "loop", loop, False, seconds=25), speed(size, "loop, compiled", loop, True)]
         cases += [speed(size, name, recipe, flags) for name, flags in RECIPES.items()]
-    cases.append(speed(large, "LoRA", recipe, LORA, seconds=100))
+        if size == large:
+            cases.append(speed(lora, "LoRA", recipe, LORA, seconds=60))
+            cases.append(speed(lora, "LoRA, whole compile", recipe, f"{LORA} {WHOLE}", seconds=160))
+            cases.append(Case("parts of a step", f"{size} parts", 25, partial(parts, size, rehearse)))
+            cases += [speed(size, name, recipe, flags) for name, flags in VARIANTS.items()]
+    cases += [] if rehearse else [speed("3B", "fast", recipe, RECIPES["fast"])]
     for one in memory.cases(rehearse):
         cases.append(Case("memory", str(one), 25, partial(memory.measure, one), partial(memory.predicted, one)))
-    cases += [speed(size, name, recipe, flags) for size in sizes[::-1] for name, flags in VARIANTS.items()]
     return cases
 
 
@@ -141,7 +153,7 @@ def _measure(name: str, rehearse: bool, work: Path, folder: Path) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     multiprocessing.set_start_method(None, force=True)  # for data loaders: not this process's own method
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # each case compiles for itself
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"), "TORCHINDUCTOR_COMPILE_THREADS": "5"}
     try:
         (case,) = (case for case in all_cases(rehearse) if case.name == name)
         row = {"status": OK, "figures": case.measure(work)}
@@ -182,9 +194,9 @@ def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = {"micro": 8, "accumulation": GLOBAL_BATCH // 8, "learning_rate": RATE, "bf16": True, "device": device}
     trained = loop_steps(torch.compile(model) if compiled else model, rows, steps=steps, **batch)
-    first = next(trained)
+    first = [next(trained)] if compiled else []
     with _alone(work / "gpu"):
-        losses, seconds = zip(first, *trained, strict=True)
+        losses, seconds = zip(*first, *trained, strict=True)
     step_time = statistics.median(seconds[WARM_UP_STEPS:])
     return _speed(step_time, model, length) | {"start s": seconds[0] - step_time, "mean loss": statistics.mean(losses)}
 
@@ -194,32 +206,92 @@ def recipe(size: str, flags: str, rehearse: bool, work: Path) -> Figures:
 
     `start s` is what the first step took longer than the others, compilation among it.
     """
+    steps, length = _shape(rehearse)
+    clock = _clock(work)
+    record = _trained(size, flags, rehearse, work, lambda trainer: trainer.add_callback(clock))
+    step_time = clock.step_time()
+    model = None if "--use_peft" in flags else model_of(size, device="meta")
+    start = record["train_runtime"] - clock.waited - steps * step_time
+    return _speed(step_time, model, length) | {"start s": start, "mean loss": record["train_loss"]}
+
+
+def parts(size: str, rehearse: bool, work: Path) -> Figures:
+    """The milliseconds of a step's parts as train.py measures them, and those of the same steps in
+    the trace of torch's profiler.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import profile, record_function
+    from transformers import TrainerCallback
+
+    from recipes.scaling.timings import WARM_UP_STEPS, read
+
+    profiler, file = profile(), work / "parts.jsonl"
+
+    class Profiled(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == WARM_UP_STEPS:
+                profiler.start()
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == state.max_steps:
+                profiler.stop()
+
+    def named(trainer) -> None:
+        trainer.add_callback(Profiled())
+        for owner, name in (trainer, "compute_loss"), (trainer.accelerator, "clip_grad_norm_"):
+            setattr(owner, name, record_function(name)(getattr(owner, name)))
+
+    _trained(size, f"--recipe standard --measure {file}", rehearse, work, named)
+    (timing,) = read([file])
+    events = list(profiler.events())
+    device = max((one.device_type for one in events), key=lambda kind: kind == DeviceType.CUDA)
+    names = ("compute_loss", "clip_grad_norm_", "Optimizer.step")
+    spans = [one for one in events if one.device_type == device and one.name.startswith(names)]
+    spans.sort(key=lambda one: one.time_range.start)
+    traced = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+    for span, following in pairwise(spans):
+        if span.name == "compute_loss":  # what follows on the GPU is its backward
+            traced["forward"] += span.time_range.end - span.time_range.start
+            traced["backward"] += following.time_range.start - span.time_range.end
+        elif span.name == "clip_grad_norm_":
+            traced["optimizer"] += following.time_range.end - span.time_range.start
+    steps = _shape(rehearse)[0] - WARM_UP_STEPS
+    figures: Figures = {}
+    for part, microseconds in traced.items():
+        measured, trace = getattr(timing, part), microseconds / steps / 1e6
+        figures |= {
+            f"{part} ms": measured * 1e3,
+            f"{part} in the trace": trace * 1e3,
+            f"{part} off": measured / trace - 1,
+        }
+    return figures
+
+
+def _trained(size: str, flags: str, rehearse: bool, work: Path, prepare: Callable[[Any], None]) -> dict[str, Any]:
+    """The run.json of a training by train.py in this process. `prepare` gets its trainer."""
     from launch.train import main
     from launch.training import trainer
 
     steps, length = _shape(rehearse)
     folder, data = _prepared(size, length, steps, work)
-    output, clock, build = Path(tempfile.mkdtemp(dir=work)), _clock(work), trainer.build_trainer
+    output, build = Path(tempfile.mkdtemp(dir=work)), trainer.build_trainer
     own = {"model_name_or_path": folder, "dataset_name": data, "max_length": length, "max_steps": steps}
     own |= {"learning_rate": RATE, "global_batch_size": GLOBAL_BATCH, "save_strategy": "no"}
     own |= {"train_sampling_strategy": "sequential", "output_dir": output}
 
-    def timed(*built, **more):
+    def prepared(*built, **more):
         result = build(*built, **more)
-        result.add_callback(clock)
+        prepare(result)
         return result
 
-    trainer.build_trainer = timed
+    trainer.build_trainer = prepared
     code = main([*flags.split(), *(word for name, value in own.items() for word in (f"--{name}", str(value)))])
     sys.stdout.flush()
     record = read_record(output)
     shutil.rmtree(output)
     if record.get("status") != "finished":
         raise RuntimeError(record.get("error") or f"exit code {code}")
-    step_time = clock.step_time()
-    model = None if "--use_peft" in flags else model_of(size, device="meta")
-    start = record["train_runtime"] - steps * step_time
-    return _speed(step_time, model, length) | {"start s": start, "mean loss": record["train_loss"]}
+    return record
 
 
 @contextlib.contextmanager
@@ -239,11 +311,13 @@ def _clock(work: Path):
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
-            self.turn, self.marks = contextlib.ExitStack(), []
+            self.turn, self.marks, self.waited = contextlib.ExitStack(), [], 0.0
 
         def on_step_begin(self, args, state, control, **_):
-            if state.global_step == 1:
+            if state.global_step == int(args.torch_compile):
+                began = time.perf_counter()
                 self.turn.enter_context(_alone(work / "gpu"))
+                self.waited = time.perf_counter() - began
             if state.global_step == WARM_UP_STEPS:
                 self._mark()
 

@@ -1,8 +1,8 @@
 """Memory that `plan_memory` predicts against what torch allocates and reserves on one GPU.
 
 Every case trains two optimizer steps with RecipeTrainer: in the second, activations and optimizer
-state are in memory together. Models are initialised from a configuration, tokens are random,
-nothing is compiled. The model is wrapped in DDP as on one rank of several.
+state are in memory together. Models are initialised from a configuration, tokens are random. The
+model is wrapped in DDP as on one rank of several.
 
 On a CPU a case trains in fp32, and "allocated" is what torch's CPU allocator counted: this tests
 the script, not the plan for a GPU.
@@ -69,7 +69,9 @@ class Case:
 CHECKPOINTED = {"gradient_checkpointing": True}
 EIGHT_BIT = {"optim": "adamw_bnb_8bit"}
 LORA = {"use_peft": True, "dtype": "float32"}
+COMPILED = {"torch_compile": True, "use_regional_compilation": True, "attn_implementation": "sdpa"}
 CASES = [
+    Case("llama", "1.2B", "fast", 4, 2048, accumulation=2, flags=COMPILED),
     Case("gpt2", "0.1B", "standard", 8, 1024),
     Case("gpt2", "0.1B", "standard", 8, 1024, flags={"bf16": False}),
     Case("gpt2", "0.8B", "fast", 4, 1024, accumulation=2),
@@ -91,18 +93,19 @@ CASES = [
     Case("llama", "3B", "fast", 1, 2048),
     Case("llama", "3B", "fast", 2, 4096, accumulation=2, flags=CHECKPOINTED),
     Case("llama", "3B", "fast", 2, 2048, flags=EIGHT_BIT),
-    Case("llama", "1.2B", "fast", 4, 2048, flags={"torch_compile": True}),
     Case("llama", "1.2B", "fast", 4, 2048, flags={"use_liger_kernel": False}),
     Case("llama", "1.2B", "sharded", 4, 2048),
     Case("qwen2", "0.5B", "fast", 4, 2048, flags={"attn_implementation": "flex_attention"}),
+    Case("llama", "3B", "standard", 4, 2048, flags={**CHECKPOINTED, "use_peft": True, "load_in_4bit": True}),
+    Case("qwen2", "0.5B", "standard", 2, 2048, flags={"eval_strategy": "steps", "per_device_eval_batch_size": 4}),
 ]
 FRAGMENTED = {"expandable_segments": False}
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """All of them, and again without expandable segments; for a rehearsal the first 21, tiny."""
+    """All of them, and again without expandable segments; for a rehearsal the first 22, tiny."""
     if rehearse:
-        return [replace(case, size="tiny", length=64) for case in CASES[:21]]
+        return [replace(case, size="tiny", length=64) for case in CASES[:22]]
     return [*CASES, *(replace(case, flags={**case.flags, **FRAGMENTED}) for case in CASES)]
 
 
@@ -228,7 +231,7 @@ def train(case: Case):
     import transformers
 
     from launch.host.world import prepare_process
-    from launch.training.model import with_adapters
+    from launch.training.model import _in_4_bits, with_adapters
     from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
     from recipes.run import here, resolve
@@ -248,12 +251,18 @@ def train(case: Case):
         auto = causal if case.task == "causal_lm" else classifier
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # random numbers are slow on a CPU
             model = auto.from_config(config_of(case), dtype=getattr(torch, run["dtype"]))
-        model.cpu()
+        if run["load_in_4bit"]:
+            model.save_pretrained(folder)
+            how = {"quantization_config": _in_4_bits(run), "dtype": model.dtype, "device_map": "auto"}
+            model = auto.from_pretrained(folder, **how)
+        else:
+            model.cpu()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         model = with_adapters(run, model) if run["use_peft"] else model
-        trainer = RecipeTrainer(model=model, args=args, train_dataset=rows(case, run["packing"]), run=run)
+        data = rows(case, run["packing"])
+        trainer = RecipeTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, run=run)
         trainer.train()
     return trainer
 

@@ -38,6 +38,9 @@ VALUES = [
     ("fast", CPU, {}, dict(torch_compile=False)),
     ("fast", H100, {}, dict(torch_compile=True)),
     ("fast", H100, dict(packing=False), dict(torch_compile=False)),
+    # equal layers are compiled once
+    ("fast", H100, {}, dict(use_regional_compilation=True)),
+    ("fast", CPU, {}, dict(use_regional_compilation=False)),
     # flex attention for compiled packs on one GPU, as it was measured
     ("fast", H100, {}, dict(attn_implementation="flex_attention")),
     ("fast", H100, dict(packing=False), dict(attn_implementation=None)),

@@ -56,6 +56,23 @@ def test_dora_trains_under_zero(recipe, more, tiny_model, texts, tmp_path):
     assert outcome.code == 0 and losses(outcome)[-1] < losses(outcome)[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("adapts", [False, True])
+def test_layers_that_are_compiled_once_train_save_and_resume_as_uncompiled_ones(adapts, tiny_model, texts, tmp_path):
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    flags = ["--recipe", "fast", *STEPS[2:], "--lr_scheduler_type", "constant", *["--use_peft"] * adapts, "--max_steps"]
+    plain = train_here(tiny_model, texts, tmp_path / "plain", *flags, "4")
+    for steps in ("2", "4"):
+        compile_once = "--torch_compile", "--use_regional_compilation"
+        compiled = train_here(tiny_model, texts, tmp_path / "compiled", *flags, steps, *compile_once)
+    assert counters["stats"]["unique_graphs"] > 2  # a whole model is one graph
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
+    file = "adapter_model.safetensors" if adapts else "model.safetensors"
+    assert load_file(tmp_path / "compiled" / file).keys() == load_file(tmp_path / "plain" / file).keys()
+
+
 def test_an_evaluation_in_sixteen_bits_leaves_the_saved_weights_alone(tiny_model, texts, tmp_path):
     train_here(tiny_model, texts, tmp_path, *HELD_OUT, *"--max_steps 2 --bf16_full_eval --eval_steps 2".split())
     assert {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}

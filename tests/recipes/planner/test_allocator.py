@@ -18,9 +18,9 @@ SIZES = st.one_of(st.integers(1, 4 << 10), st.integers(1, 3 * MIB), st.integers(
 EVENTS = st.lists(st.one_of(SIZES, st.floats(0, 0.999)), max_size=60)
 
 
-@given(EVENTS)
-def test_blocks_never_overlap_and_all_that_is_freed_can_be_given_back(events):
-    allocator, alive = Allocator(), []
+@given(EVENTS, st.booleans())
+def test_blocks_never_overlap_and_all_that_is_freed_can_be_given_back(events, expandable):
+    allocator, alive = Allocator(expandable=expandable), []
     for event in events:
         if isinstance(event, int):
             alive.append(allocator.allocate(event))
@@ -63,6 +63,16 @@ def test_the_smallest_cached_block_that_is_large_enough_is_taken():
         allocator.free(block)
     assert allocator.allocate(25 * MIB) is blocks[1]  # of two equal ones that of the lower address
     assert allocator.reserved == 100 * MIB
+
+
+def test_an_expandable_segment_grows_at_its_end_and_its_last_block_is_taken_last():
+    allocator = Allocator(expandable=True)
+    first, _ = allocator.allocate(30 * MIB), allocator.allocate(30 * MIB)
+    assert allocator.reserved == 60 * MIB  # in steps of 20 MiB, of which the second request found 10
+    allocator.free(first)
+    last = allocator.allocate(50 * MIB)
+    allocator.free(last)
+    assert allocator.reserved == 120 * MIB and allocator.allocate(20 * MIB) is first
 
 
 # --- A training -----------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ import copy
 import pytest
 import torch
 import transformers
+from accelerate.utils import compile_regions
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, TrainingArguments
 
 from launch.training.trainer import RecipeTrainer
 from recipes.factories import arguments_for
 from recipes.planner import trace as tracing
 from recipes.planner.fits import Estimator
-from recipes.planner.memory import Case
+from recipes.planner.memory import FREED, SIZE, Case
 from recipes.planner.trace import at_batch, at_length, trace, trace_shallow, weigh
 from recipes.quiet import silence
 from tests.benchmarks.published import MIB, OF_TRAINER, planned
@@ -24,6 +25,29 @@ BERT_LARGE = [one for one in OF_TRAINER if one.of_process and "adamw_torch_fused
 @pytest.mark.parametrize("reading", BERT_LARGE, ids=lambda reading: reading.name)
 def test_plans_are_within_two_percent_of_published_readings_of_bert_large(reading):
     assert planned(reading).total / MIB == pytest.approx(reading.mib, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_compiled_layers_keep_what_torch_compile_keeps(name):
+    config = copy.deepcopy(SMALL[name])
+    config.use_cache = False
+    traced = trace(config, Case(2, 64, on_cuda=False, mask=False, compiled=True))
+    forward = traced.allocations[: traced.made_forward]
+    planned = forward[forward[:, FREED] > traced.made_forward, SIZE].sum()
+    model = AutoModelForCausalLM.from_config(config)
+    compiled = compile_regions(model, backend="aot_eager_decomp_partition")
+    own = {one.untyped_storage().data_ptr() for one in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compiled(input_ids=ids, labels=ids.clone())
+    assert planned == pytest.approx(sum(kept.values()), rel=0.03)
 
 
 # --- Small traces for large ones ------------------------------------------------------------------

@@ -124,6 +124,7 @@ UNREAD = [
     ("bnb_4bit_quant_type", "fp4", "--load_in_4bit", ""),
     ("use_bnb_nested_quant", "true", "--load_in_4bit", ""),
     ("fsdp_config", '{"version":2}', "--fsdp full_shard", ""),
+    ("use_regional_compilation", "true", "--torch_compile", ""),
     ("gradient_checkpointing_kwargs", '{"use_reentrant":false}', "--gradient_checkpointing", ""),
     ("eval_steps eval_delay eval_accumulation_steps per_device_eval_batch_size", "5", EVAL, ""),
     ("do_eval dataset_test_split label_names", "true", EVAL, ""),

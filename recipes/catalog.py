@@ -276,7 +276,7 @@ def compile_where_shapes_are_fixed(run) -> Decision:
 def regions_where_compiled(run) -> Decision:
     if not run["torch_compile"] or run.engine.kind not in ("single", "ddp"):
         return False, "only with torch_compile, on one GPU or under DDP"
-    return True, "equal layers are compiled once: the first step ends after 30 s in place of 49 (1.2B, H200)"
+    return True, "equal layers are compiled once: the first step ends after 30 s (1.2B, H200)"
 
 
 def flex_where_packed(run) -> Decision:

@@ -33,7 +33,6 @@ from recipes.scaling.timings import PARTS, Timing, append, name_of
 
 # Disturbances change a short step most, so a short step is repeated more often, for one second.
 _TRIES, _MOST_PAIRS, _SECONDS_OF_PAIRS = 5, 40, 1.0
-_FEW_BYTES = 8
 # Jobs that measure the same training may differ in these settings: output, length and batch.
 _OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_steps", "num_train_epochs"}
 
@@ -154,6 +153,7 @@ def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
     if size < 2 or any(len(tensor) != size for tensor in batch.values()):
         return None
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=True)
+    model = getattr(model, "module", model)  # accelerate leaves DDP around compiled layers
 
     def once(examples: int) -> None:
         trainer.training_step(model, {name: tensor[:examples] for name, tensor in batch.items()}, items)
@@ -170,7 +170,7 @@ def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
 
     The bandwidth is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md): S/t x 2(p-1)/p.
     """
-    tensors = (torch.zeros(max(1, size // 4), device=device), torch.zeros(_FEW_BYTES // 4, device=device))
+    tensors = (torch.zeros(max(1, size // 4), device=device), torch.zeros(2, device=device))
     for tensor in tensors:
         dist.all_reduce(tensor)  # the first one sets up connections
     large, small = _compared([partial(dist.all_reduce, tensor) for tensor in tensors], _TRIES, device)

@@ -73,7 +73,7 @@ class RecipeTrainer(CommittingTrainer):
         settings = kwargs["args"]
         if settings.use_liger_kernel and settings.torch_compile:
             _keep_loss_out_of_compiled_code()
-        if run is not None and run["torch_compile"] and run["use_regional_compilation"]:
+        if run is not None and settings.torch_compile and run["use_regional_compilation"]:
             torch._dynamo.config.optimize_ddp = False  # pieces of a layer would keep more activations
         super().__init__(*args, **kwargs)
         self.any_world = any_world

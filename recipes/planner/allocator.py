@@ -283,7 +283,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
         found = requests.replay(expandable=True)
         idle = found.peak_reserved - found.peak_allocated
         if memory.kind == "fsdp":  # gradients come from the stream of reduce-scatters, whose pool stays
-            idle += memory.gradients - states.gradients
+            idle += max(0, memory.gradients - states.gradients)
         return replace(states, cached=min(idle, limit - states.total))
     # In the replay, DeepSpeed's and FSDP's states stay at their fullest: some bytes too many.
     allocated = requests.peak() if casts_the_model(memory.run) else states.allocated

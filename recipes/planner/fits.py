@@ -32,6 +32,7 @@ from recipes.planner.memory import (
 from recipes.planner.speed import StepTime, step_time
 from recipes.rules.data_and_model import fuses_the_loss, what_peft_accepts
 from recipes.rules.facts import mapping
+from recipes.rules.table import compiles
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # In tests/benchmarks/published.py, one published value of torch's reserved memory is 3.5 % above
 # the plan. The others are at most 1.6 % above.
 MARGIN = 0.06
+_PLAIN = ("inductor", "default")  # torch.compile's own backend and mode
 _estimators: dict[Any, Estimator] = {}  # by model, for all plans of this process
 
 
@@ -106,7 +108,8 @@ class Estimator:
         if run["eval_strategy"] == "no":
             return None
         case = self.case(run, run["per_device_eval_batch_size"])
-        return self._of_case(run, replace(case, evaluation=True, checkpointing=False))
+        # Trainer evaluates the model that accelerate has not compiled.
+        return self._of_case(run, replace(case, evaluation=True, checkpointing=False, compiled=False))
 
     def _of_case(self, run: RunSpec, case: Case) -> Traced:
         if case.compiled:
@@ -145,6 +148,7 @@ class Estimator:
         single row to a multiple of 8. With `bfd` packing, the mask separates the examples of a row.
         """
         mixed, casts = mixed_precision(run), casts_the_model(run)
+        by = {run["torch_compile_backend"], run["torch_compile_mode"]}  # no other backend, and no CUDA graphs
         asked = run["attn_implementation"]
         wanted = asked or getattr(self.config, "_attn_implementation", None)  # asked for, or the configuration's own
         return Case(
@@ -161,7 +165,10 @@ class Estimator:
             attention=asked if wanted in (None, "eager", "sdpa") else PACKAGED,
             liger=self.liger(run),
             liger_layers=self.liger(run) and False not in mapping(run["liger_kernel_config"]).values(),
-            compiled=bool(run["torch_compile"] and run["use_regional_compilation"] and not recomputes(run)),
+            compiled=run["use_regional_compilation"]
+            and compiles(run)
+            and by <= {None, *_PLAIN}
+            and not recomputes(run),
         )
 
     def liger(self, run: RunSpec) -> bool:
@@ -276,7 +283,8 @@ class Planner:
     def at(self, run: RunSpec, micro: int) -> Planned:
         """Plan the run at this micro-batch and the run's global batch, even if it does not fit."""
         estimator, memory = self.estimator, self.estimator.memory(run, micro)
-        gpu, length = with_cached(memory, self._limit), estimator.length(run)
+        gpu, length, case = with_cached(memory, self._limit), estimator.length(run), estimator.case(run, micro)
+        liger = case.liger_layers or (case.liger and case.compiled)
         return Planned(
             run=run,
             fits=self._fits_gpu(gpu) and self._fits_host(memory),
@@ -287,7 +295,7 @@ class Planner:
             time=step_time(run, memory.weights, estimator.config, length, micro, self.mfu, self.bandwidth),
             fits_gpu=self._fits_gpu(gpu),
             moment=memory.moment,
-            notes=tuple(_notes(run, memory.micro_batch.kernels, estimator.liger(run), memory.moment)),
+            notes=tuple(_notes(run, memory.micro_batch.kernels, liger, memory.moment)),
         )
 
     def splits(self, planned: Planned) -> Iterator[Planned]:
@@ -327,8 +335,7 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> I
         yield "savings by Liger's kernels are not counted: the real peak is lower"
     if run["label_smoothing_factor"] and run["task"] == "causal_lm":
         yield "tensors that label smoothing makes from the logits are not counted: the real peak is higher"
-    compiles = run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]
-    if compiles and COMPILED not in kernels:
+    if compiles(run) and COMPILED not in kernels:
         yield "savings by torch.compile are not counted: the real peak is lower, but higher with CUDA graphs"
     keeps = "which keeps batch x heads x length x length numbers in every layer"
     if EAGER in kernels:

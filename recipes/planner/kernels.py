@@ -54,12 +54,12 @@ class Operations(TorchFunctionMode):
             raise NotImplementedError("compiled experts are not planned: their kernel is another one")
         if func in _GROUPED_MATMULS:
             return _GroupedMatmul.apply(*args[:2])
-        if not self.on_cuda or (is_divided() and func in _SOFTMAX):
+        if not self.on_cuda:
             return func(*args, **kwargs)
         if func is _F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in _SOFTMAX:
-            return self._softmax(*args, **kwargs)
+            return self._softmax(func, *args, **kwargs)
         if func is _F.dropout:
             return _dropout(*args, **kwargs)
         if func is torch.is_autocast_enabled and not (args or kwargs):
@@ -84,10 +84,12 @@ class Operations(TorchFunctionMode):
             kept = (query, key, value, attn_mask, dropout_p, is_causal)
             return torch.ops.aten._scaled_dot_product_attention_math(*kept, enable_gqa=enable_gqa)[0]
 
-    def _softmax(self, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
+    def _softmax(self, softmax: Callable, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
         """Run any form of softmax(scores, dim, dtype). Ignore `dim`: it does not change memory."""
         if scores.dim() > 2 and scores.requires_grad:
             self.kernels.add(EAGER)
+        if is_divided():
+            return softmax(scores, *others, **named)
         asked = next((value for value in (*others, *named.values()) if isinstance(value, torch.dtype)), None)
         in_16_bits = scores.dtype in _IN_16_BITS
         autocast = torch.float32 if in_16_bits and torch.is_autocast_enabled("cpu") else scores.dtype
@@ -272,17 +274,11 @@ def fuse_layers(model: Any) -> None:
     """
     for layer in model.modules():
         if type(layer).__name__.endswith("RMSNorm"):
-            layer.forward = _normed(layer)
+            layer.forward = lambda rows, layer=layer: _Norm.apply(rows, layer.weight)
         elif all(hasattr(layer, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-            layer.forward = _gated(layer)
-
-
-def _normed(layer: Any) -> Callable:
-    return lambda rows: _Norm.apply(rows, layer.weight)
-
-
-def _gated(layer: Any) -> Callable:
-    return lambda rows: layer.down_proj(_Gate.apply(layer.gate_proj(rows), layer.up_proj(rows)))
+            layer.forward = lambda rows, layer=layer: layer.down_proj(
+                _Gate.apply(layer.gate_proj(rows), layer.up_proj(rows))
+            )
 
 
 class _Norm(torch.autograd.Function):

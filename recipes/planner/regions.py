@@ -19,22 +19,25 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from recipes.planner.memory import Case
-
 _aten = torch.ops.aten
 # What inductor fuses, beside elementwise operations.
 _FUSED = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.cat, _aten.slice_scatter, _aten.full, _aten.where}
 _divided: dict[str, Callable] = {}  # the two halves of layers that were divided before
 
 
-def compile_layers(model: torch.nn.Module, case: Case) -> None:
-    """Replace the forward of each layer in a list of equal layers."""
+def compile_layers(model: torch.nn.Module, kind: str) -> None:
+    """Replace the forward of each layer in a list of equal layers, but not of lists in a layer.
+
+    Models of one `kind` differ only in how many layers they have, and share the halves of layers.
+    """
+    inner: set[torch.nn.Module] = set()
     for blocks in [module for module in model.modules() if is_repeated_blocks(module)]:
-        for layer in blocks:
-            layer.forward = _region(layer, case)
+        for layer in blocks if blocks not in inner else ():
+            layer.forward = _region(layer, kind)
+            inner |= set(layer.modules())
 
 
-def _region(layer: Any, case: Case) -> Callable:
+def _region(layer: Any, kind: str) -> Callable:
     """Return the forward of `layer` in two halves, which equal layers share."""
     forward = layer.forward
 
@@ -43,11 +46,12 @@ def _region(layer: Any, case: Case) -> Callable:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         parameters = dict(layer.named_parameters())
         trained = [(name, one.shape, one.requires_grad) for name, one in parameters.items()]
-        key = str((case, layer, trained, structure, [one.shape for one in tensors]))
+        given = [(one.shape, one.dtype, one.requires_grad) for one in tensors]
+        key = str((kind, layer, trained, structure, given))
 
         def run(parameters: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
-            given = iter(tensors)
-            filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            rest = iter(tensors)
+            filled = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(filled, structure)
             with _reparametrize_module(layer, parameters):
                 return forward(*args, **kwargs)

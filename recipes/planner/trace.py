@@ -129,17 +129,15 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
         live = LiveBytes(vocabulary=config.get_text_config().vocab_size)
         live.ignore([*model.parameters(), *model.buffers()])
         inputs = _inputs(config, case)
+        operations = Operations(case.on_cuda, case.capability)
         if case.compiled:
-            compile_layers(model, case)
-            with Operations(case.on_cuda, case.capability), torch.set_grad_enabled(not case.evaluation):
-                loss = model(**inputs).loss  # divides the layers
-                if not case.evaluation:
-                    loss.backward()
-            del loss
+            compile_layers(model, str((case, with_layers(config, 1).to_json_string())))
+            with operations:
+                model(**inputs).loss.backward()  # divides the layers
             model.zero_grad()
         hooked = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(live.gradient) for parameter in hooked]
-        with Operations(case.on_cuda, case.capability) as operations, live, torch.set_grad_enabled(not case.evaluation):
+        with operations, live, torch.set_grad_enabled(not case.evaluation):
             loss = model(**inputs).loss
             made_forward = len(live.allocations)
             if not case.evaluation:
@@ -221,9 +219,7 @@ def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Modu
 
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
-    by_name = getattr(
-        _class(config, case.task), "_supports_attention_backend", True
-    )  # else the model knows its own attention only
+    by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # also PACKAGED
     asked = (
         {"attn_implementation": case.attention} if case.attention and (by_name or case.attention != PACKAGED) else {}
     )

@@ -77,7 +77,7 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
     ("bnb_4bit_quant_type use_bnb_nested_quant", lambda run: run["load_in_4bit"],
      "without load_in_4bit", "--load_in_4bit"),
     ("fsdp_config", lambda run: run["fsdp"], "without fsdp", "--fsdp"),
-    ("use_regional_compilation", lambda run: _compiles(run), "without torch_compile", "--torch_compile"),
+    ("use_regional_compilation", lambda run: compiles(run), "without torch_compile", "--torch_compile"),
     ("gradient_checkpointing_kwargs", lambda run: run["gradient_checkpointing"],
      "without gradient_checkpointing", "--gradient_checkpointing"),
     ("eval_steps", lambda run: run["eval_strategy"] == "steps",
@@ -201,7 +201,7 @@ def _parts(run: RunSpec) -> list[Part]:
     return parts_of_run(run)
 
 
-def _compiles(run: RunSpec) -> bool:
+def compiles(run: RunSpec) -> bool:
     return bool(run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"])
 
 
@@ -338,7 +338,7 @@ _ADVICE = (
                "AdamW's updates are mostly smaller than the last bit of a 16-bit weight."),
 
     # Costs time
-    advice_row("compiling_needs_one_shape", "torch_compile", lambda run: _compiles(run) and not run["packing"],
+    advice_row("compiling_needs_one_shape", "torch_compile", lambda run: compiles(run) and not run["packing"],
                "compiles again for every new length of a batch", "add --packing, or leave torch_compile out",
                "`accelerate launch` compiles with dynamic=False, so each new length costs another compilation."),
 )  # fmt: skip

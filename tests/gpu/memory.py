@@ -72,6 +72,7 @@ LORA = {"use_peft": True, "dtype": "float32"}
 COMPILED = {"torch_compile": True, "use_regional_compilation": True, "attn_implementation": "sdpa"}
 CASES = [
     Case("llama", "1.2B", "fast", 4, 2048, accumulation=2, flags=COMPILED),
+    Case("llama", "1.2B", "fast", 4, 2048, flags={**COMPILED, **LORA}),
     Case("gpt2", "0.1B", "standard", 8, 1024),
     Case("gpt2", "0.1B", "standard", 8, 1024, flags={"bf16": False}),
     Case("gpt2", "0.8B", "fast", 4, 1024, accumulation=2),
@@ -103,9 +104,9 @@ FRAGMENTED = {"expandable_segments": False}
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """All of them, and again without expandable segments; for a rehearsal the first 22, tiny."""
+    """All of them, and again without expandable segments; for a rehearsal the first 23, tiny."""
     if rehearse:
-        return [replace(case, size="tiny", length=64) for case in CASES[:22]]
+        return [replace(case, size="tiny", length=64) for case in CASES[:23]]
     return [*CASES, *(replace(case, flags={**case.flags, **FRAGMENTED}) for case in CASES)]
 
 

@@ -274,8 +274,7 @@ def prepare_environment(run: RunSpec) -> None:
         others = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         words = ",".join(filter(None, (others, "expandable_segments:True")))
         os.environ.update(PYTORCH_ALLOC_CONF=words, PYTORCH_CUDA_ALLOC_CONF=words)
-    if run["use_regional_compilation"] or run.explicit("use_regional_compilation"):
-        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(run["use_regional_compilation"])
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(run["use_regional_compilation"])
     if not run.hardware.cuda:
         # accelerate imports deepspeed, which would guess its accelerator and print warnings.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,11 +1,12 @@
 """The world and the engine: read from what the launcher announced, and never guessed."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from launch.host.world import World, launched, require_launcher, use_threads
+from launch.host.world import World, launched, prepare_environment, require_launcher, use_threads
 from recipes.errors import UserError
 from recipes.run import here, resolve
 from recipes.run.engine import from_environment
@@ -42,6 +43,13 @@ def test_adam_on_the_host_of_gpus_has_its_share_of_the_cores(recipe, threads, mo
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("asked", ["True", "False"])
+def test_accelerate_compiles_equal_layers_once_if_the_run_says_so_and_not_if_the_launcher_does(asked):
+    with patch.dict(os.environ, ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION="the launcher's"):
+        prepare_environment(resolve(["--torch_compile", "--use_regional_compilation", asked]))
+        assert os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == asked
 
 
 def test_processes_that_would_not_find_each_other_are_refused():

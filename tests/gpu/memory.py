@@ -118,9 +118,7 @@ def config_of(case: Case, card: str | None = None):
     own = {**FAMILIES[case.family], "use_cache": False}
     if case.size == "tiny":
         own |= {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}
-    if (
-        not card and not torch.cuda.is_available()
-    ):  # attention with dropout is not fused there, and keeps all its weights
+    if not (card or torch.cuda.is_available()):  # attention with dropout is not fused there, and keeps all its weights
         dropout = {"gpt2": "attn_pdrop", "bert": "attention_probs_dropout_prob"}
         own[dropout.get(case.family, "attention_dropout")] = 0.0
     if case.family == "gpt2":

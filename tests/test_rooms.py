@@ -43,7 +43,7 @@ BUDGETS = {
     "recipes/legal": 490,
     "recipes/run": 1910,
     "recipes/rules": 2340,
-    "recipes/planner": 3110,
+    "recipes/planner": 3080,
     "recipes/scaling": 1170,
     "launch": 520,
     "launch/commands": 1280,

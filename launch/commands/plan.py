@@ -35,9 +35,9 @@ nvidia-smi shows total; torch's memory_reserved is total - context, and memory_a
 fits: yes if total fits the GPU with {MARGIN:.0%} to spare, and host fits the RAM given by --host_memory
 host: RAM of a node: the model during loading; later the offloaded states, and copies of the weights during a save
 step: seconds of an optimizer step: compute + exposed communication + offload
-not counted: memory of data loading; savings by torch.compile of a whole model, about a quarter on an H200
+not counted: memory of data loading; savings by torch.compile of a whole model
 how sure: of 21 published values of reserved memory one lies 3.5% above the plan, the others at most
-1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. Of 27 trainings on an H200, 26 took
+1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. Of 26 trainings on an H200, 25 took
 between 5.6% less and 2.5% more than planned, and a mixture of experts 8% more (python -m tests.gpu)
 """
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # In tests/benchmarks/published.py, one published value of torch's reserved memory is 3.5 % above
 # the plan. The others are at most 1.6 % above.
 MARGIN = 0.06
-_PLAIN = ("inductor", "default")  # torch.compile's own backend and mode
 _estimators: dict[Any, Estimator] = {}  # by model, for all plans of this process
 
 
@@ -167,7 +166,7 @@ class Estimator:
             liger_layers=self.liger(run) and False not in mapping(run["liger_kernel_config"]).values(),
             compiled=run["use_regional_compilation"]
             and compiles(run)
-            and by <= {None, *_PLAIN}
+            and by <= {None, "inductor", "default"}
             and not recomputes(run),
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from recipes.planner.memory import EAGER, MATH, PACKAGED
-from recipes.planner.regions import attention, is_divided
+from recipes.planner.regions import is_divided
 
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 _F, _T = torch.nn.functional, torch.Tensor
@@ -190,39 +190,53 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _fused(query, key, value, bias) -> torch.Tensor:
-    return attention(query, key, value, bias)[0] if is_divided() else _Fused.apply(query, key, value, bias)
+    if is_divided():  # inductor lays out queries, and so the result, by tokens
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    return attention(query, key, value, bias)[0]
 
 
-class _Fused(torch.autograd.Function):
-    """Save what a fused kernel saves: query, key, value, mask, result, log-sum-exp per query.
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result and the log-sum-exp of each query."""
+    log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    if query.shape[-1] == value.shape[-1]:
+        return torch.empty_like(query), log_sum_exp
+    batch, heads, length, _ = query.shape
+    return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2), log_sum_exp
 
-    Each layer saves its own copy of the mask (_scaled_dot_product_efficient_attention in
-    derivatives.yaml). 16-bit kernels sum the queries' gradients in fp32. The flash kernel makes
-    gradients of key and value for each query head, then sums those of a group. Source: mha_bwd of
-    flash_api.cpp, workspace_size of mem_eff_attention/kernel_backward.h.
+
+def _attention_backward(
+    gradient: torch.Tensor, saved: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value, and a tensor as large as all temporary ones:
+    16-bit kernels sum the queries' gradients in fp32. The flash kernel makes gradients of key and
+    value for each query head, then sums those of a group. Source: mha_bwd of flash_api.cpp,
+    workspace_size of mem_eff_attention/kernel_backward.h.
     """
+    query, key, value, _, log_sum_exp, *_ = saved
+    groups = query.shape[-3] // key.shape[-3]
+    of_query = (query.dtype in _IN_16_BITS) * 4 + (groups > 1) * 2 * query.itemsize
+    temporary = query.new_empty(log_sum_exp.nbytes + of_query * query.numel(), dtype=torch.uint8)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), temporary
 
-    @staticmethod
-    def forward(ctx, query, key, value, bias):
-        if query.shape[-1] == value.shape[-1]:
-            out = torch.empty_like(query)
-        else:
-            batch, heads, length = query.shape[:3]
-            out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-        log_sum_exp = torch.empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, log_sum_exp, *([] if bias is None else [bias]))
-        return out
 
-    @staticmethod
-    def backward(ctx, *gradients):
-        query, key, value, _, log_sum_exp, *_ = ctx.saved_tensors
-        delta = torch.empty_like(log_sum_exp)
-        in_fp32 = torch.empty_like(query, dtype=torch.float32) if query.dtype in _IN_16_BITS else None
-        groups = query.shape[-3] // key.shape[-3]
-        each = [torch.empty_like(query) for _ in range(2)] if groups > 1 else None
-        result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
-        del delta, in_fp32, each
-        return result
+def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """Save what a fused kernel saves, with a mask of its own (derivatives.yaml)."""
+    query, key, value, bias = inputs
+    ctx.save_for_backward(query, key, value, *output, *([] if bias is None else [bias]))
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
+    return *_backward(gradient, list(ctx.saved_tensors))[:3], None
+
+
+# Operations of their own, so that the partitioner of torch.compile sees what the backward needs.
+attention = torch.library.custom_op("accelerate_recipes::attention", _attention, mutates_args=())
+_backward = torch.library.custom_op("accelerate_recipes::attention_backward", _attention_backward, mutates_args=())
+attention.register_fake(_attention)
+_backward.register_fake(_attention_backward)
+attention.register_autograd(_gradients, setup_context=_keep)
 
 
 @contextlib.contextmanager

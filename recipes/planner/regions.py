@@ -25,6 +25,11 @@ _FUSED = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.cat, _aten.slice_
 _divided: dict[str, Callable] = {}  # the two halves of layers that were divided before
 
 
+def is_divided() -> bool:
+    """True while the partitioner records the operations of a layer."""
+    return get_proxy_mode() is not None
+
+
 def compile_layers(model: torch.nn.Module, kind: str) -> None:
     """Replace the forward of each layer in a list of equal layers, but not of lists in a layer.
 
@@ -94,47 +99,6 @@ def _is_written(node: torch.fx.Node) -> bool:
 
 def _result(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *_: object) -> torch.Tensor:
     """Return the result of a fused kernel; without `strides` a tensor that takes no memory."""
-    return (
-        torch.empty((), dtype=dtype).expand(shape)
-        if strides is None
-        else torch.empty_strided(shape, strides, dtype=dtype)
-    )
-
-
-# --- Attention as one operation, whose inputs and results the backward needs ----------------------
-
-
-def is_divided() -> bool:
-    """True while the partitioner records the operations of a layer."""
-    return get_proxy_mode() is not None
-
-
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result, in the layout of a fused kernel, and the log-sum-exp of each query."""
-    batch, heads, length, _ = query.shape
-    out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
-
-
-def _attention_backward(
-    gradient: torch.Tensor, saved: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query, key, value, *_ = saved
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-
-
-def _gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
-    return *backward(gradient, list(ctx.saved_tensors)), None
-
-
-attention = torch.library.custom_op("accelerate_recipes::attention", _attention, mutates_args=())
-backward = torch.library.custom_op("accelerate_recipes::attention_backward", _attention_backward, mutates_args=())
-attention.register_fake(_attention)
-backward.register_fake(_attention_backward)
-attention.register_autograd(_gradients, setup_context=_save)
+    if strides is None:
+        return torch.empty((), dtype=dtype).expand(shape)
+    return torch.empty_strided(shape, strides, dtype=dtype)

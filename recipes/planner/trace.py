@@ -220,9 +220,8 @@ def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Modu
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # also PACKAGED
-    asked = (
-        {"attn_implementation": case.attention} if case.attention and (by_name or case.attention != PACKAGED) else {}
-    )
+    attention = case.attention if by_name or case.attention != PACKAGED else None
+    asked = {"attn_implementation": attention} if attention else {}
     with no_init_weights():  # some models draw weights again until all are in range: endless on fake tensors
         model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.tie_weights()

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 
+import peft
 import pytest
 import torch
 import transformers
@@ -13,7 +14,7 @@ from launch.training.trainer import RecipeTrainer
 from recipes.factories import arguments_for
 from recipes.planner import trace as tracing
 from recipes.planner.fits import Estimator
-from recipes.planner.memory import FREED, SIZE, Case
+from recipes.planner.memory import FREED, SIZE, Adapters, Case
 from recipes.planner.trace import at_batch, at_length, trace, trace_shallow, weigh
 from recipes.quiet import silence
 from tests.benchmarks.published import MIB, OF_TRAINER, planned
@@ -27,14 +28,17 @@ def test_plans_are_within_two_percent_of_published_readings_of_bert_large(readin
     assert planned(reading).total / MIB == pytest.approx(reading.mib, rel=0.02)
 
 
+@pytest.mark.parametrize("adapters", [None, Adapters(8)], ids=["whole", "adapters"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_compiled_layers_keep_what_torch_compile_keeps(name):
+def test_compiled_layers_keep_what_torch_compile_keeps(name, adapters):
     config = copy.deepcopy(SMALL[name])
     config.use_cache = False
-    traced = trace(config, Case(2, 64, on_cuda=False, mask=False, compiled=True))
+    traced = trace(config, Case(2, 64, on_cuda=False, mask=False, compiled=True, adapters=adapters))
     forward = traced.allocations[: traced.made_forward]
     planned = forward[forward[:, FREED] > traced.made_forward, SIZE].sum()
     model = AutoModelForCausalLM.from_config(config)
+    if adapters:  # the first layer's input then needs no gradient
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
     compiled = compile_regions(model, backend="aot_eager_decomp_partition")
     own = {one.untyped_storage().data_ptr() for one in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
@@ -47,7 +51,7 @@ def test_compiled_layers_keep_what_torch_compile_keeps(name):
     ids = torch.zeros(2, 64, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         compiled(input_ids=ids, labels=ids.clone())
-    assert planned == pytest.approx(sum(kept.values()), rel=0.03)
+    assert planned == pytest.approx(sum(kept.values()), rel=0.02)
 
 
 # --- Small traces for large ones ------------------------------------------------------------------

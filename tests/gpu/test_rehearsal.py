@@ -49,8 +49,8 @@ PLANNED = (
 @pytest.mark.parametrize("name", PLANNED)
 def test_two_real_steps_take_as_much_memory_as_planned(name, tmp_path):
     (planned,) = (case.plan("") for case in all_cases(rehearse=True) if case.plan and case.name == name)
-    tries = (memory.compared(planned, figures_of(name, tmp_path)) for _ in range(3))  # buckets may be released late
-    assert any(abs(one["difference"]) < 0.08 for one in tries)
+    # A thread of gloo, but none of NCCL, may still hold DDP's first bucket: up to 8 %.
+    assert -0.12 < memory.compared(planned, figures_of(name, tmp_path))["difference"] < 0.08
 
 
 @pytest.mark.slow

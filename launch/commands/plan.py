@@ -76,7 +76,8 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def as_json(plan: Plan) -> Json:
     """Return the plan as `--json` prints it: bytes and seconds, null if unknown."""
-    return json.loads(json.dumps({**vars(plan), "margin": MARGIN}, default=_part_as_json))
+    content = {**vars(plan), "choices": tuple(plan.choices()), "margin": MARGIN}
+    return json.loads(json.dumps(content, default=_part_as_json))
 
 
 def _part_as_json(part: object) -> Json:
@@ -180,16 +181,15 @@ def _why(plan: Plan) -> str:
 
 def _print_splits(plan: Plan, processes: int) -> None:
     """Print the ways to split the global batch, with memory, and time per step if known."""
-    if len(plan.choices) == 1:
-        return
-    print(f"{plan.recommended} at the same global batch, micro-batch x accumulation x GPUs:")
     rows = []
-    for split in plan.choices:
+    for split in plan.choices():
         step = "unknown" if split.time.total is None else duration(split.time.total)
         batch = f"{split.micro_batch} x {split.accumulation} x {processes}"
         rows.append([batch, _gib(split.total_bytes), _fits(split), step])
-    print_table(["batch", "GiB", "fits", "step"], rows)
-    print()
+    if len(rows) > 1:
+        print(f"{plan.recommended} at the same global batch, micro-batch x accumulation x GPUs:")
+        print_table(["batch", "GiB", "fits", "step"], rows)
+        print()
 
 
 def _print_next_steps(plan: Plan) -> None:

@@ -122,15 +122,18 @@ class Estimator:
             raise mistake("model", what, "use recipes fit, which measures the memory in real steps") from None
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
-        """Extrapolate from batches of 2 and 3. Two kinds of batches are traced themselves: Liger's,
-        whose chunks have 2^n tokens, and those of 1, which make views where larger ones copy.
+        """Extrapolate from two small batches. A batch of 1 is traced itself, because it makes views
+        where larger ones copy. Liger computes the loss in chunks of 2^n tokens: as many in a batch
+        of 4 as in one of 8, and as many in 6 as in 12.
         """
         from recipes.planner.trace import at_batch
 
-        if case.batch > 1 and not case.liger:
+        odd = case.batch // (case.batch & -case.batch)
+        small = (2, 3) if not case.liger else (2, 4) if odd == 1 else (odd, 2 * odd)
+        if case.batch > 1 and case.batch not in small:
             with contextlib.suppress(ValueError):
-                two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
-                return at_batch(two, three, case.batch)
+                one, other = (self._trace(run, replace(case, batch=batch)) for batch in small)
+                return at_batch(one, other, (case.batch - small[0]) / (small[1] - small[0]))
         return self._trace(run, case)
 
     def _trace(self, run: RunSpec, case: Case) -> Traced:
@@ -254,7 +257,7 @@ class Planner:
     def _largest(self, run: RunSpec) -> Planned:
         """Plan as `best` does, at the run's own evaluation batch."""
         sizes = micro_batches(run)
-        for micro in sizes if self._may_fit(run, sizes[-1]) else ():
+        for micro in sizes:
             if self._may_fit(run, micro) and (entry := self.at(run, micro)).fits:
                 return entry
         return self.at(run, sizes[-1])

@@ -9,8 +9,9 @@ import contextlib
 import gc
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ class Plan:
     command: str  # the whole command of the recommended recipe, empty if none fits
     advice: tuple[Problem, ...]  # of `recipes check` about the recommended recipe, or the first if none fits
     short_of_ram: bool  # no recipe fits, and for the requested recipe only the nodes' RAM is too small
-    choices: tuple[Planned, ...]  # every split of the global batch, for the recommended recipe or the first
+    choices: Callable[[], Iterator[Planned]]  # splits of the global batch, for the recommended recipe or the first
     next_steps: tuple[NextStep, ...]  # changes to try if nothing fits; changes without offload if only offload fits
     refused: dict[str, str]  # the recipes that are not legal with these flags, and why
     mfu: float  # times assume this and the next three fields
@@ -125,7 +126,7 @@ def plan_memory(
         command=request.command(fastest) if fastest else "",
         advice=tuple(require_legal(run)),
         short_of_ram=fastest is None and row.fits_gpu,
-        choices=tuple(planner.splits(best)),
+        choices=partial(planner.splits, best),
         next_steps=tuple(_next_steps(request, planner, row, fastest)),
         refused=refused,
         mfu=mfu,

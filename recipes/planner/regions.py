@@ -30,6 +30,11 @@ def is_divided() -> bool:
     return get_proxy_mode() is not None
 
 
+def divided() -> int:
+    """The number of kinds of layers that were divided so far in this process."""
+    return len(_divided)
+
+
 def compile_layers(model: torch.nn.Module, kind: str) -> None:
     """Replace the forward of each layer in a list of equal layers, but not of lists in a layer.
 
@@ -98,7 +103,5 @@ def _is_written(node: torch.fx.Node) -> bool:
 
 
 def _result(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *_: object) -> torch.Tensor:
-    """Return the result of a fused kernel; without `strides` a tensor that takes no memory."""
-    if strides is None:
-        return torch.empty((), dtype=dtype).expand(shape)
-    return torch.empty_strided(shape, strides, dtype=dtype)
+    """Return the result of a fused kernel; without `strides` a tensor of one number's memory."""
+    return torch.empty_strided(shape, [0] * len(shape) if strides is None else strides, dtype=dtype)

@@ -16,8 +16,8 @@ def splits(recipe="standard", processes=2, flags=(), **named):
     """The times of a step, by accumulation."""
     flags = ["--global_batch_size", "96", "--max_length", "64", *flags]
     plan = planned(*flags, recipe=recipe, gpu="A100 80GB", num_processes=processes, **named)
-    assert {split.micro_batch * split.accumulation * processes for split in plan.choices} == {96}
-    return {split.accumulation: split.time for split in plan.choices}
+    assert {split.micro_batch * split.accumulation * processes for split in plan.choices()} == {96}
+    return {split.accumulation: split.time for split in plan.choices()}
 
 
 def test_accumulation_sends_nothing_more_with_ddp_and_once_per_micro_batch_with_zero():
@@ -48,8 +48,8 @@ def test_a_step_takes_its_flops_at_the_stated_share_of_the_peak():
 
 
 def test_compute_time_is_unknown_for_experts_and_for_an_unknown_card():
-    assert planned(config=SMALL["qwen3_moe"], gpu="H100").choices[0].time.compute is None
-    assert planned().choices[0].time.compute is None
+    assert planned(config=SMALL["qwen3_moe"], gpu="H100").recipes[0].time.compute is None
+    assert planned().recipes[0].time.compute is None
 
 
 @pytest.mark.parametrize(

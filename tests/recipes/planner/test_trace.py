@@ -89,7 +89,7 @@ def test_small_traces_give_every_depth_and_batch(name, case):
     weights = weigh(DEEP[name], "causal_lm")
     two, three = (trace_shallow(DEEP[name], weights, Case(batch, 64, **CASES[case])) for batch in (2, 3))
     whole = trace(DEEP[name], Case(9, 64, **CASES[case]))
-    found = at_batch(two, three, 9)
+    found = at_batch(two, three, 7)
     assert (found.allocations == whole.allocations).all() and found.made_forward == whole.made_forward
 
 

@@ -47,7 +47,7 @@ from recipes.planner.memory import (
 from recipes.planner.regions import compile_layers, divided
 from recipes.quiet import silence
 
-_MOST_PIECES = 3
+_MOST_PIECES = 4
 _DIFFERENT = "the two traces ran different operations"
 
 
@@ -326,12 +326,15 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
     kinds = list(zip(types, weights.layers, strict=True))
     in_16_bits = case.autocast is None and case.dtype != "float32"
     another_first = case.compiled and case.adapters is not None
+    first = 1 + (not case.checkpointing) + in_16_bits + another_first
+    tries = [depths(kinds, pieces) for pieces in range(first, _MOST_PIECES + 1)]
+    if len({*types}) == 2 and len({*weights.layers}) == 1:
+        # Attention to a window often takes the memory of attention to all tokens. If a layer shows so
+        # next to a layer of the other kind, a piece is one layer, not a group with both kinds.
+        turns = [n for n in range(first, len(types) - 1) if types[n - 1] not in (types[n], types[0])]
+        tries[:0] = [(n, n + 1, len(types) - n) for n in turns[:1]]
     traces: dict[int, Traced] = {}
-    for pieces in range(1 + (not case.checkpointing) + in_16_bits + another_first, _MOST_PIECES + 1):
-        found = depths(kinds, pieces)
-        if found is None:
-            return None
-        shallow, deeper, times = found
+    for shallow, deeper, times in filter(None, tries):
         for layers in {shallow, deeper} - traces.keys():
             traces[layers] = trace(with_layers(config, layers), case)
         for share in (0.5, 0):  # the piece may begin at several allocations, but lifetimes may fit only at one

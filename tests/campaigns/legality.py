@@ -396,6 +396,7 @@ def compare(judgement: Judgement, outcome: Outcome, case: Case, rules: list[str]
 LATE = [
     (r"dataset_(train_split|test_split|text_field|label_field)", r"", "check reads no data"),
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
+    (r"problem_type", r".* the column", "check reads no data"),
     (
         r"completion_only_loss|assistant_only_loss",
         r"(needs|(row [\d,]+: )?(the row )?has no)",
@@ -404,7 +405,7 @@ LATE = [
     (r"lora_target_modules", r"the model has no module", "only the built model has modules"),
     (r"model_name_or_path", r".* cannot be loaded as a \w+: We couldn't connect", "only the Hub knows its models"),
     (r"max_length", r"the data of", "depends on the length of the data"),
-    (r"TrainingArguments", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
+    (r"TrainingArguments|ddp_backend", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
     (r"packing", r".* see each other", "found by a forward pass of a small model"),
     (r"eval_use_gather_object", r"gathers objects", "check does not know whether a launcher starts the one process"),
     (r"fsdp_config", r"transformer_layer_cls_to_wrap: .* is not a part of", "only the model's class has layers"),
@@ -412,10 +413,8 @@ LATE = [
 ]
 # Advice that says before the start that another world will train: the user chose no YAML.
 ADVISED = {"single_engine_starts_one_process"}
-# Ends that no check can know: a training that diverges, and what a model passes between its layers.
-_UNKNOWABLE = re.compile(
-    r"the loss is (nan|inf)|weights are NaN or infinite|underflow_overflow cannot look into this model"
-)
+# Ends that no check can know: a training that diverges.
+_UNKNOWABLE = re.compile(r"the loss is (nan|inf)|weights are NaN or infinite")
 
 
 def _legal(judgement: Judgement, outcome: Outcome) -> Comparison:

@@ -329,8 +329,8 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
     first = 1 + (not case.checkpointing) + in_16_bits + another_first
     tries = [depths(kinds, pieces) for pieces in range(first, _MOST_PIECES + 1)]
     if len({*types}) == 2 and len({*weights.layers}) == 1:
-        # Attention to a window often takes the memory of attention to all tokens. If a layer shows so
-        # next to a layer of the other kind, a piece is one layer, not a group with both kinds.
+        # Attention to a window often takes the memory of attention to all tokens. If a layer shows
+        # so next to a layer of the other kind, a piece is one layer, not a group with both kinds.
         turns = [n for n in range(first, len(types) - 1) if types[n - 1] not in (types[n], types[0])]
         tries[:0] = [(n, n + 1, len(types) - n) for n in turns[:1]]
     traces: dict[int, Traced] = {}

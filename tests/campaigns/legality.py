@@ -405,7 +405,11 @@ LATE = [
     (r"lora_target_modules", r"the model has no module", "only the built model has modules"),
     (r"model_name_or_path", r".* cannot be loaded as a \w+: We couldn't connect", "only the Hub knows its models"),
     (r"max_length", r"the data of", "depends on the length of the data"),
-    (r"TrainingArguments|ddp_backend", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
+    (
+        r"TrainingArguments|ddp_backend",
+        r"Your assigned backend mpi",
+        "only torch knows whether it was built with it",
+    ),
     (r"packing", r".* see each other", "found by a forward pass of a small model"),
     (r"eval_use_gather_object", r"gathers objects", "check does not know whether a launcher starts the one process"),
     (r"fsdp_config", r"transformer_layer_cls_to_wrap: .* is not a part of", "only the model's class has layers"),

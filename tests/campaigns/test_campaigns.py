@@ -161,16 +161,6 @@ def test_the_moment_of_another_rank_does_not_come(tmp_path):
     assert not (tmp_path / HIT).exists()
 
 
-@pytest.mark.parametrize("kind", resuming.KINDS)
-def test_every_kind_of_damage_changes_a_file(kind, tmp_path):
-    file, other = tmp_path / "file", tmp_path / "other"
-    file.write_bytes(bytes(range(1, 129)) * 192)
-    other.write_bytes(b"another run's")
-    before = file.read_bytes()
-    assert resuming.do(kind, file, other, Random(0))
-    assert not file.exists() or file.read_bytes() != before
-
-
 RESUMED = "note  checkpoint-5 is damaged (model.safetensors is cut off)\nresuming from out/checkpoint-4, step 4"
 SILENT = "resuming from out/checkpoint-4, step 4"
 ERROR = "\nerror  dataset_name: texts.jsonl is not valid. Fix: write it again"

@@ -35,21 +35,6 @@ def test_train_py_lists_every_setting(capsys):
     assert [name for name in legal.settings() if f"--{name}" not in printed] == []
 
 
-@pytest.mark.parametrize(
-    ("words", "fix"),
-    [
-        ("chekc", "Fix: recipes check."),
-        ("sft", "Fix: recipes train."),
-        ("", "one of list, show"),
-        ("plan --model 8B --gpu H100 --num_procesess 2", "Fix: --num_processes."),
-        ("train --num_procesess 2", "Fix: --num_processes."),
-    ],
-)
-def test_an_unknown_command_or_flag_of_its_own_gets_the_nearest_name(words, fix, capsys):
-    assert main(words.split()) == 2
-    assert fix in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("words", "why"), [("list", "unrecognized arguments: "), ("submit slurm", "come after --")])
 def test_an_unknown_flag_is_refused(words, why, capsys):
     with pytest.raises(SystemExit) as end:

@@ -22,6 +22,7 @@ def run_of(recipe, hardware=CPU, world=1, **settings):
     )
 
 
+EVERY_30 = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=30)
 VALUES = [
     # bf16 where it is native, fp16 on older cards, fp32 on a CPU; a choice turns the other off
     ("standard", CPU, {}, dict(bf16=False, fp16=False)),
@@ -63,6 +64,11 @@ VALUES = [
     ("standard", CPU, {}, dict(expandable_segments=False)),
     ("standard", H100, {}, dict(expandable_segments=True)),
     ("fast", H100, dict(torch_compile_mode="reduce-overhead"), dict(expandable_segments=False)),
+    # for the best model, a run saves where it evaluates, unless the user says when
+    ("standard", CPU, EVERY_30, dict(save_strategy="steps", save_steps=30)),
+    ("standard", CPU, EVERY_30 | dict(save_steps=60), dict(save_strategy="steps", save_steps=60)),
+    ("standard", CPU, EVERY_30 | dict(save_strategy="best"), dict(save_strategy="best", save_steps=500)),
+    ("standard", CPU, EVERY_30 | dict(eval_strategy="epoch"), dict(save_strategy="epoch", save_steps=500)),
     # workers leave each process its cores, and only they prefetch
     ("fast", CPU, {}, dict(dataloader_num_workers=0, dataloader_prefetch_factor=None)),
     ("fast", H100, {}, dict(dataloader_num_workers=4, dataloader_prefetch_factor=4)),

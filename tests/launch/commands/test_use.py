@@ -17,7 +17,8 @@ SHORT = "--max_steps 4 --learning_rate 1e-2".split()
 @pytest.fixture(scope="module")
 def adapter(tiny_model, texts, tmp_path_factory):
     output = tmp_path_factory.mktemp("adapter")
-    assert train_here(tiny_model, texts, output, *HELD_OUT, *SHORT, "--use_peft").code == 0
+    done = train_here(tiny_model, texts, output, *HELD_OUT, *SHORT, "--use_peft")
+    assert done.code == 0 and "recipes generate" in done.output and "recipes merge" in done.output
     return output
 
 
@@ -57,6 +58,13 @@ def test_without_held_out_data_other_data_are_asked_for(tiny_model, texts, tmp_p
     assert train_here(tiny_model, texts, tmp_path / "out", *SHORT).code == 0
     code, said = answered(capsys, "evaluate", tmp_path / "out")
     assert code == 2 and "has no held-out data" in said and "Fix: add --dataset_name" in said
+    assert not (tmp_path / "out" / "README.md").exists()  # only an adapter has a card
+
+
+def test_an_adapter_has_a_card_with_base_data_recipe_and_results(adapter, tiny_model, texts):
+    card, record = (adapter / "README.md").read_text(), json.loads((adapter / "run.json").read_text())
+    assert f"base_model: {tiny_model}\n" in card and f"the {texts} dataset" in card and "recipe `standard`" in card
+    assert f"- Loss: {record['eval_loss']:.4f}" in card and "[More Information Needed]" not in card
 
 
 def first_tokens(model, inputs, tokenizer) -> str:

@@ -44,7 +44,7 @@ def test_a_name_is_a_name_and_no_pattern(name, tmp_path, tokenizer, monkeypatch)
     assert len(load_data(run_with(dataset_name=f"{name}.jsonl"), tokenizer).train) == 1
 
 
-CHATS = {
+ROWS = {
     "a chat and a text": ({"prompt": CHAT, "completion": "b"}, "not a list of messages: b"),
     "messages that are a message": ({"messages": CHAT[0]}, "not a list of messages"),
     "a message that is null": ({"messages": [None, *CHAT]}, "not a list of messages: [None"),
@@ -56,12 +56,15 @@ CHATS = {
     "an answer that is a number": ({"instruction": "2+2", "output": 4}, "holds 4 in the column 'output', not text"),
     "a call that is not JSON": ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is not a JSON object"),
     "tools that are not JSON": ({"messages": [*CHAT, *ANSWER], "tools": "f"}, "tools is not a JSON object"),
+    "token ids without a token": ({"input_ids": [5, 99999]}, "does not know"),
+    "labels of other tokens": ({"input_ids": [5, 6], "labels": [6, 7]}, "labels that differ"),
+    "labels of fewer tokens": ({"input_ids": [5, 6], "labels": [5]}, "labels that differ"),
 }
 
 
-@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_row_that_no_model_reads_is_named(name, tmp_path, tokenizer):
-    row, expected = CHATS[name]
+    row, expected = ROWS[name]
     found = problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer)
     assert found.subject == "dataset_name" and found.what.startswith("row 1: ") and expected in found.what
     assert found.fix and "\n" not in str(found)

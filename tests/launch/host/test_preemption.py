@@ -13,8 +13,8 @@ import pytest
 
 from launch.host.signals import EXIT_CODE, PASSED_ON, StopRequest
 from launch.output.checkpoints import newest_valid
-from tests.support.running import ROOT, losses, model_flags, read_record, train_here
-from tests.support.stopping import ONE_PROCESS, TWO_RANKS, Forked, Run
+from tests.support.running import ROOT, model_flags, read_record
+from tests.support.stopping import ONE_PROCESS, TWO_RANKS, Run
 from tests.support.waiting import PATIENCE
 
 STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 1000 --global_batch_size 4".split()
@@ -33,12 +33,6 @@ def stopped(run: Run, tell) -> str:
 @pytest.fixture
 def flags(tiny_model, texts):
     return [*model_flags(tiny_model, texts), *STEPS]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tiny_model, texts, tmp_path_factory):
-    """The same training, never stopped, in one process."""
-    return train_here(tiny_model, texts, tmp_path_factory.mktemp("whole"), *STEPS)
 
 
 def assert_resumable(output: Path) -> int:
@@ -97,14 +91,6 @@ def test_a_second_ctrl_c_stops_at_once(capfd):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(flags, tiny_model, texts, tmp_path, uninterrupted):
-    stopped(Forked(flags, tmp_path), rank(signal.SIGTERM))
-    assert assert_resumable(tmp_path) >= 5
-    again = train_here(tiny_model, texts, tmp_path, *STEPS)
-    assert "resuming from" in again.output
-    assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-6)
 
 
 def test_signals_wait_while_train_py_imports_and_end_it_before_the_first_step(flags, tmp_path):

@@ -68,13 +68,6 @@ def test_a_damaged_manifest_is_a_fault(checkpoint):
         assert faults(checkpoint) == ["manifest.json is damaged"]
 
 
-def test_a_save_that_was_cut_short_is_named(checkpoint):
-    checkpoints.begin(checkpoint, 4, "one process", 1)
-    assert faults(checkpoint) == ["its save was not completed"]
-    checkpoints.commit(checkpoint, listed(checkpoint))
-    assert faults(checkpoint) == []
-
-
 def test_all_is_on_the_disk_before_the_manifest_says_so(checkpoint, monkeypatch):
     """A machine that crashes loses what was not flushed, and `rotate` deletes after `commit`."""
     flush, seen = checkpoints.flush, []

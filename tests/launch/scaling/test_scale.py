@@ -125,23 +125,6 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
     assert tried[0].predicted == pytest.approx(advice(rows[:2], rows[2])[0].gain)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--num_processes", "1", "3"], "global batch of 16 cannot be split evenly over 3"),
-        (["--recipe", "baseline"], "baseline trains in one process"),
-        (["--output_dir", "here"], "--output_dir: is set by `recipes scale run`"),
-        (["--fit_only"], "--fit_only: is set by `recipes scale run`"),
-        (["--learning_rat", "1"], "--learning_rate"),
-        (["--num_proceses", "1"], "--num_processes"),
-        (["--apply"], "first run `recipes scale run"),
-    ],
-)
-def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsys):
-    assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.slow
 def test_if_every_run_fails_it_says_so_and_recommends_no_report(tiny_model, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"text": ""}')

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.running import train_here
-from tests.support.runs import resolved
 
 SPLIT = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]"
 EVERY_SECOND = f"--eval_strategy steps --eval_steps 2 {SPLIT} --learning_rate 1e-3".split()
@@ -72,17 +71,3 @@ def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, t
     assert "of step 2: the checkpoint of the best step (1) was not found" in outcome.output
     assert outcome.record["eval_loss"] == evaluated(outcome)[2][0]
     assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "strategy", "steps"),
-    [
-        ("--eval_strategy steps --eval_steps 30", "steps", 30),
-        ("--eval_strategy steps --eval_steps 30 --save_steps 60", "steps", 60),
-        ("--eval_strategy steps --eval_steps 30 --save_strategy best", "best", 500),
-        ("--eval_strategy epoch", "epoch", 500),
-    ],
-)
-def test_saving_follows_evaluation_unless_somebody_says_when(flags, strategy, steps):
-    run = resolved(f"--load_best_model_at_end {flags}")
-    assert (run["save_strategy"], run["save_steps"]) == (strategy, steps)

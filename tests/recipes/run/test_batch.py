@@ -1,11 +1,8 @@
 """The global batch: split exactly over any world, or refused with sizes that work."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Trainer
 
 from recipes.errors import UserError
 from recipes.run.batch import data_parallel_size, split
@@ -63,17 +60,3 @@ def test_a_world_is_divided_by_those_that_share_examples_or_refused_with_worlds_
     except UserError as error:
         nearest = [int(word) for word in error.problems[0].fix.split() if word.isdigit()]
         assert nearest and all(data_parallel_size(size, parallelism) >= 1 for size in nearest)
-
-
-@given(tp=sizes, replicate=sizes, shard=sizes, share=st.integers(1, 256))
-def test_trainer_trains_the_batch_that_is_split(tp, replicate, shard, share):
-    """By Trainer's own arithmetic: replicas and shards all have examples of their own."""
-    parallelism = Parallelism(replicate, shard, tensor=tp)
-    groups, world = replicate * shard, replicate * shard * tp
-    batch = split(share * groups, data_parallel_size(world, parallelism), cap=16)
-    trainer = Trainer.__new__(Trainer)
-    trainer.accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=tp, cp_size=1, sp_size=1))
-    trainer.model = SimpleNamespace(_tp_size=tp)  # transformers 5.17 asks the model alone
-    trainer.is_deepspeed_enabled, trainer._train_batch_size = False, batch.micro
-    args = SimpleNamespace(gradient_accumulation_steps=batch.accumulation, world_size=world)
-    assert trainer.get_total_train_batch_size(args) == batch.total == share * groups

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -236,7 +237,7 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _is_run(name: str) -> bool:
     """True if `name` is the path of a folder or a .json, even a missing one; False for a recipe."""
-    is_recipe = name in RECIPES or name.endswith((".yaml", ".yml")) or ".py" in name
+    is_recipe = name in RECIPES or name.endswith((".yaml", ".yml")) or re.search(r"\.py(:\w*)?$", name)
     return not is_recipe and ("/" in name or name.endswith(".json") or Path(name).is_dir())
 
 

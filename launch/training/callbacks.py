@@ -109,7 +109,7 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.run["max_steps"] <= 0:  # the number of steps is known only now; `check` has judged max_steps
-            print_problems(warmup_within(self.run, state.max_steps), self.out)
+            print_problems(map(self.run.with_source, warmup_within(self.run, state.max_steps)), self.out)
         self.first, self.began = state.global_step, time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -95,7 +95,7 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     refusal = run["attn_implementation"] == "flex_attention" and _refuses_flex(cls, content)
     if refusal and not run.explicit("attn_implementation"):
         known = known.overruled("attn_implementation", None, f"the model's default: {refusal}")
-    found = [*new_problems(known, run), *(refused_by_class(known, cls) if cls else ())]
+    found = [*new_problems(known, run), *map(run.with_source, refused_by_class(known, cls) if cls else ())]
     if run["gradient_checkpointing"] and cls and not cls.supports_gradient_checkpointing:
         what, fix = f"{cls.__name__} has no gradient checkpointing", "--gradient_checkpointing false"
         found.append(run.with_source(Problem("gradient_checkpointing", what, fix)))

@@ -133,14 +133,13 @@ def schedules() -> Json:
 
 
 def models() -> Json:
-    """Return model types, their classes by task, and folders that are not named like the type."""
+    """Return model types, and their classes by task."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
     named = ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "MASKED_LM")
     return {
         "model_classes": {table: getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES") for table in named},
         "model_types": list(configuration_auto.CONFIG_MAPPING_NAMES),
-        "model_folders": configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME,
     }
 
 

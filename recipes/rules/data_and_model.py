@@ -10,7 +10,7 @@ import glob
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
 
@@ -28,10 +28,8 @@ from recipes.rules.facts import (
     missing,
     mixed_precision,
     model_config,
-    of_train_py,
-    on_gpu,
-    problem,
     rule,
+    rule_of_train_py,
     uses_fsdp,
 )
 from recipes.rules.table import error_row
@@ -61,8 +59,7 @@ def file_kind(path: PurePath) -> str | None:
     return None if kind == "parquet" else kind
 
 
-@rule
-@of_train_py
+@rule_of_train_py
 def the_data_exists(run):
     """`datasets` mistakes a missing path for a Hub id, and finds no such data set on the Hub."""
     for part in parts_of(run["dataset_name"]):
@@ -70,32 +67,30 @@ def the_data_exists(run):
             continue
         if glob.has_magic(part.name):
             what = f"there is no file that matches {part.name}"
-            yield problem(run, "dataset_name", what, "write a pattern that matches files")
+            yield Problem("dataset_name", what, "write a pattern that matches files")
         elif part.name.startswith((".", "/", "~")) or file_kind(Path(part.name)):
             what = f"there is no file or folder {part.name}"
-            yield problem(run, "dataset_name", what, "give the path of an existing file or folder")
+            yield Problem("dataset_name", what, "give the path of an existing file or folder")
 
 
-@rule
-@of_train_py
+@rule_of_train_py
 def a_data_file_can_be_read(run):
     """train.py chooses one reader by the suffix of the files. An empty file has no columns."""
     for part, paths in _of_files(run):
         kinds = {file_kind(path): path for path in paths}
         if None in kinds:
             fix = f"use a file ending in {', '.join(FILE_KINDS)}, optionally followed by {' or '.join(COMPRESSED)}"
-            yield problem(run, "dataset_name", f"{kinds[None]} has an unknown suffix", fix)
+            yield Problem("dataset_name", f"{kinds[None]} has an unknown suffix", fix)
         elif len(kinds) > 1:
             one, other = list(kinds.values())[:2]
             what = f"{part.name} matches files of several kinds: {one}, {other}"
-            yield problem(run, "dataset_name", what, "write one pattern for each kind, as parts of a mixture")
+            yield Problem("dataset_name", what, "write one pattern for each kind, as parts of a mixture")
         for path in paths:
             if not path.stat().st_size:
-                yield problem(run, "dataset_name", f"{path} is empty", "name a file with rows")
+                yield Problem("dataset_name", f"{path} is empty", "name a file with rows")
 
 
-@rule
-@of_train_py
+@rule_of_train_py
 def the_splits_can_be_read(run):
     """Files have only the split `train`. A stream cannot be sliced: `Bad split: train[:95%]`."""
     parts, evaluates = parts_of(run["dataset_name"]), run["eval_strategy"] != "no"
@@ -108,16 +103,15 @@ def the_splits_can_be_read(run):
             pieces = {piece.partition("[")[0].strip() for piece in split.split("+")}
             if pieces - {"train"} and part in files:
                 fix = "train" if run["dataset_streaming"] else "train, or a slice of it: 'train[:95%]'"
-                yield problem(run, name, f"there is no split {split!r}: {has}", fix)
+                yield Problem(name, f"there is no split {split!r}: {has}", fix)
             elif run["dataset_streaming"] and re.search(r"[\[+]", split):
                 what = f"{split!r} is not one whole split, and splits of a stream cannot be sliced or joined"
-                yield problem(run, name, what, f"name one whole split; to evaluate, {_SPLIT_FILES}")
+                yield Problem(name, what, f"name one whole split; to evaluate, {_SPLIT_FILES}")
     if files == parts != [] and evaluates and not run["dataset_test_split"]:
         yield run.with_source(nothing_to_evaluate_on(has, run["dataset_streaming"]))
 
 
-@rule
-@of_train_py
+@rule_of_train_py
 def evaluation_rows_are_not_trained(run):
     """The evaluation measures rows that the model has memorized, so its metrics are too good."""
     test, train = run["dataset_test_split"] or "", run["dataset_train_split"]
@@ -126,7 +120,7 @@ def evaluation_rows_are_not_trained(run):
     name, unit, start, end = _slice(test) or (test, "", 0, math.inf)
     rest = f"{name}[:{start}{unit}]" if end == math.inf else f"{name}[{end:g}{unit}:]"
     fix = f"--dataset_train_split '{rest}'" if bool(start) != (end < math.inf) else "choose splits that share no rows"
-    yield advice(run, "dataset_test_split", f"{test} shares rows with {train}, the split to train on", fix)
+    yield advice("dataset_test_split", f"{test} shares rows with {train}, the split to train on", fix)
 
 
 def _share_rows(one: str, other: str) -> bool:
@@ -173,31 +167,26 @@ def _type(run: RunSpec) -> str:
     return str(known_config(run).get("model_type") or "")
 
 
-def _about_model(run: RunSpec, what: str, fix: str) -> Problem:
-    return problem(run, "model_name_or_path", what, fix)
-
-
-@rule
-@of_train_py
+@rule_of_train_py
 def the_model_is_a_folder(run):
     """transformers mistakes a missing path for a Hub id, and reports a missing repository."""
     name = run["model_name_or_path"]
     if not name or run.place.is_elsewhere or model_folder(name):
         return
     if existing_path(name):
-        yield _about_model(run, f"{name} is a file", "name the folder that holds config.json and the weights")
+        fix = "name the folder that holds config.json and the weights"
+        yield Problem("model_name_or_path", f"{name} is a file", fix)
         return
     parent = expanded(name).parent
     near = nearest(expanded(name).name, [path.name for path in parent.glob("*")])
     fix = str(parent / near) if near else "name an existing folder, or a Hub id"
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        yield _about_model(run, f"there is no folder {name}", fix)
+        yield Problem("model_name_or_path", f"there is no folder {name}", fix)
     elif near and "/" in name:  # a misspelt `outputs/base`, or a Hub id whose owner has a folder's name
-        yield advice(run, "model_name_or_path", f"there is no folder {name} here, so the name is used as a Hub id", fix)
+        yield advice("model_name_or_path", f"there is no folder {name} here, so the name is used as a Hub id", fix)
 
 
-@rule
-@of_train_py
+@rule_of_train_py
 def the_folder_holds_a_model(run):
     """Loading ends in `OSError: no file named model.safetensors found`, or an empty vocabulary."""
     folder = model_folder(run["model_name_or_path"])
@@ -216,11 +205,10 @@ def the_folder_holds_a_model(run):
         # BERT's tokenizer, for example, then loads with five tokens: all text becomes unknown.
         what, fix = "has no tokenizer", "call tokenizer.save_pretrained with the same folder"
     if what:
-        yield _about_model(run, f"the folder {folder} {what}", fix)
+        yield Problem("model_name_or_path", f"the folder {folder} {what}", fix)
 
 
-@rule
-@of_train_py
+@rule_of_train_py
 def the_weights_are_here(run):
     """Loading fails with `Error while deserializing header: header too large` if a file of weights
     is only a git-lfs pointer.
@@ -229,14 +217,13 @@ def the_weights_are_here(run):
     for file in weights_in(folder) if folder and not run.place.is_elsewhere and not run["from_scratch"] else ():
         if is_git_lfs_pointer(file):
             what = f"{file} is only a git-lfs pointer, not the weights"
-            yield _about_model(run, what, "run `git lfs pull` in its repository")
+            yield Problem("model_name_or_path", what, "run `git lfs pull` in its repository")
 
 
 # --- The type and the task ------------------------------------------------------------------------
 
 
-@rule
-@of_train_py
+@rule_of_train_py
 def the_model_can_do_the_task(run):
     """Loading fails with `Transformers does not recognize this architecture` or
     `Unrecognized configuration class ...`, or would run Python code that comes with the model.
@@ -249,20 +236,20 @@ def the_model_can_do_the_task(run):
     code = _AUTO_CLASSES.get(task) if kind in known else "AutoConfig"
     if code in mapping(known_config(run).get("auto_map")):
         if not run["trust_remote_code"]:
-            yield problem(
-                run, "trust_remote_code", f"{name} comes with Python code", "read it, then use --trust_remote_code"
-            )
+            what = f"{name} comes with Python code"
+            yield Problem("trust_remote_code", what, "read it, then use --trust_remote_code")
     elif not kind:
-        yield _about_model(
-            run, f"{name} has no model_type in its config.json", "use the config.json that save_pretrained wrote"
-        )
+        what = f"{name} has no model_type in its config.json"
+        yield Problem("model_name_or_path", what, "use the config.json that save_pretrained wrote")
     elif kind not in known:
         what = f"{name} has the type {kind!r}, which transformers {version('transformers')} does not know"
-        say = problem if not run.place.is_elsewhere else advice  # another version may be installed there
-        yield say(run, "model_name_or_path", what, "pip install --upgrade transformers, or use another model")
+        say = Problem if not run.place.is_elsewhere else advice  # another version may be installed there
+        yield say("model_name_or_path", what, "pip install --upgrade transformers, or use another model")
     elif code:
         others = [f"--task {other}, or " for other in _AUTO_CLASSES if models.model_class(kind, other)]
-        yield _about_model(run, f"transformers has no {kind} model for {task}", f"{''.join(others)}use another model")
+        yield Problem(
+            "model_name_or_path", f"transformers has no {kind} model for {task}", f"{''.join(others)}use another model"
+        )
 
 
 # --- LoRA -----------------------------------------------------------------------------------------
@@ -316,7 +303,7 @@ def attention_fits_the_model(run):
     heads = max((layer[key] for layer in layers for key in _HEADS if isinstance(layer.get(key), int)), default=0)
     if flash in (2, 3) and heads > 256:
         what = f"{name} needs head dimensions up to 256, and the model has {heads}"
-        yield problem(run, "attn_implementation", what, _LEAVE_OUT)
+        yield Problem("attn_implementation", what, _LEAVE_OUT)
 
 
 @rule
@@ -332,8 +319,9 @@ def attention_fits_the_machine(run):
     flash, here = _flash_version(name), f"the GPU has compute capability {'.'.join(map(str, card))}"
     package, distribution = _FLASH_PACKAGES.get(flash, ("", "")) if "/" not in name else ("kernels", "kernels")
     has_kernels = not package or available(run, "kernels") or available(run, package)  # `kernels` loads every version
-    say, what, fix = problem, "", "sdpa, or leave it out"
-    if not on_gpu(run):
+    say: Callable[..., Problem] = Problem
+    what, fix = "", "sdpa, or leave it out"
+    if not run.hardware.cuda:
         what = f"{name} does not train on a CPU" if flash or name == "flex_attention" else ""
     elif flash and card < (8, 0):
         what = f"needs compute capability 8.0 or higher: {here}"
@@ -341,14 +329,14 @@ def attention_fits_the_machine(run):
         what, fix = f"FlashAttention 3 has kernels only for Hopper: {here}", "flash_attention_2 or flash_attention_4"
     elif flash > 2 and card[0] < 9:
         what, fix = f"FlashAttention {flash} is written for Hopper: {here}", "flash_attention_2"
-        say = advice if run.place.is_elsewhere or has_kernels else problem
+        say = advice if run.place.is_elsewhere or has_kernels else Problem
     elif not has_kernels:
         yield missing(run, "attn_implementation", distribution, f"{name} needs the package {distribution}")
     if what:
-        yield say(run, "attn_implementation", what, fix)
-    if flash and on_gpu(run) and run["dtype"] == "float32" and mixed_precision(run) == "no":
+        yield say("attn_implementation", what, fix)
+    if flash and run.hardware.cuda and run["dtype"] == "float32" and mixed_precision(run) == "no":
         fix = "--bf16: the weights stay in fp32, and attention computes in 16 bits"
-        yield problem(run, "attn_implementation", "computes only in 16 bits, and this run computes in fp32", fix)
+        yield Problem("attn_implementation", "computes only in 16 bits, and this run computes in fp32", fix)
 
 
 # --- The model's class, which only train.py has imported ------------------------------------------
@@ -362,7 +350,7 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
     name = run["attn_implementation"] or ""
     kind = "flash_attn" if _flash_version(name) else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
     if kind and not getattr(cls, f"_supports_{kind}", True):
-        yield problem(run, "attn_implementation", f"{name} is not supported by {cls.__name__}", _LEAVE_OUT)
+        yield Problem("attn_implementation", f"{name} is not supported by {cls.__name__}", _LEAVE_OUT)
     layers = fsdp_section(run).get("transformer_layer_cls_to_wrap") if uses_fsdp(run) else None
     layers = layers.split(",") if isinstance(layers, str) else layers or []
     known = sorted(getattr(cls, "_no_split_modules", None) or ())

@@ -25,8 +25,6 @@ from recipes.rules.facts import (
     is_true,
     mapping,
     mixed_precision,
-    on_gpu,
-    problem,
     rule,
     uses_deepspeed,
     uses_fsdp,
@@ -60,7 +58,7 @@ def each_process_has_a_gpu(run):
     GPUs idle: DataParallel is switched off, because it would multiply the global batch.
     """
     here, gpus = min(run.local_world_size, -(-run.world_size // _machines(run))), len(run.hardware.gpus)
-    if on_gpu(run) and run["ddp_backend"] != "gloo" and here > gpus:
+    if run.hardware.cuda and run["ddp_backend"] != "gloo" and here > gpus:
         what = f"{here} on this machine, which has only {plural(gpus, 'GPU')}"
         yield Problem("num_processes", what, f"--num_processes {gpus * _machines(run)}", "the launch")
     if run.engine.kind == "single" and run.world_size == 1 < gpus and not run["use_cpu"]:
@@ -97,14 +95,14 @@ def recipe_has_its_own_engine(run):
     """
     own = from_yaml(shipped(run.recipe.engine))
     if own.kind == "fsdp" and not run.hardware.can_shard and run.engine.kind not in ("fsdp", "deepspeed"):
-        yield advice(run, "recipe", "shards nothing on a CPU: the run is plain DDP", _ON_GPUS)
+        yield advice("recipe", "shards nothing on a CPU: the run is plain DDP", _ON_GPUS)
         return
     wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
     if not wanted.get(own.kind, True):
         what, fix = f"but the launch uses {run.engine.title}", launch_with(run.recipe.engine)
         if run["deepspeed"]:
             what, fix = f"but --deepspeed selects {run.engine.title}", "leave --deepspeed out"
-        yield advice(run, "recipe", f"is made for {own.title}, {what}", fix)
+        yield advice("recipe", f"is made for {own.title}, {what}", fix)
 
 
 @rule
@@ -113,7 +111,7 @@ def one_engine_is_asked_for(run):
     is loaded. `--deepspeed` silently replaces the launch's FSDP, or the launch's DeepSpeed JSON.
     """
     if run["fsdp"] and uses_deepspeed(run):
-        yield problem(run, "fsdp", "cannot be combined with DeepSpeed", "leave one of the two out")
+        yield Problem("fsdp", "cannot be combined with DeepSpeed", "leave one of the two out")
     launch = run.outer_engine or from_environment(run.place.environment)
     if not run["deepspeed"] or launch is None:
         return
@@ -121,7 +119,7 @@ def one_engine_is_asked_for(run):
     asked = launch.title if launch.kind == "fsdp" else asked
     if asked and asked != run["deepspeed"]:
         fix = f"leave --deepspeed out, or start the run with {launch_with('standard.yaml')}"
-        yield problem(run, "deepspeed", f"silently replaces {asked}, which the launch asks for", fix)
+        yield Problem("deepspeed", f"silently replaces {asked}, which the launch asks for", fix)
 
 
 @rule
@@ -132,14 +130,14 @@ def fsdp_needs_ranks_with_gpus(run):
     shards_nothing = "shards nothing on a CPU: the run is plain DDP"
     if run["fsdp"] and run.engine.kind == "single" and run.world_size == 1:
         fix = launch_with("sharded.yaml") if run.hardware.can_shard else "leave it out: it shards nothing on a CPU"
-        yield problem(run, "fsdp", "needs a distributed launch", fix)
+        yield Problem("fsdp", "needs a distributed launch", fix)
     elif run.hardware.can_shard or uses_deepspeed(run):
         return
     elif run.engine.kind == "fsdp":
         fix = f"distributed_type: MULTI_GPU. {_ON_GPUS}"
         yield in_yaml(run, "distributed_type", f"FSDP {shards_nothing}", fix, "advice")
     elif run["fsdp"]:
-        yield advice(run, "fsdp", shards_nothing, f"leave it out. {_ON_GPUS}")
+        yield advice("fsdp", shards_nothing, f"leave it out. {_ON_GPUS}")
 
 
 # --- DDP ------------------------------------------------------------------------------------------
@@ -162,7 +160,7 @@ def ddp_settings_need_ddp(run):
     ignored = [name for name in _OF_DDP.split() if run.explicit(name) and run[name] is not None]
     ignored += ["ddp_comm_hook"] if run["ddp_comm_hook"] != "no" else []
     for name in ignored if not _uses_ddp(run) else ():
-        yield advice(run, name, f"is ignored: the engine is {run.engine.title}, not DDP", "leave it out")
+        yield advice(name, f"is ignored: the engine is {run.engine.title}, not DDP", "leave it out")
 
 
 # --- The Accelerate YAML --------------------------------------------------------------------------
@@ -306,7 +304,7 @@ def tensor_parallelism_fits_the_run(run):
          f"false makes losses and gradients {size} times as large", "leave it out"),
     ):  # fmt: skip
         if is_wrong:
-            yield problem(run, name, f"{what} {where}", fix)
+            yield Problem(name, f"{what} {where}", fix)
 
 
 # --- accelerate's ParallelismConfig: the probe lets accelerate check the sizes -----------------
@@ -396,9 +394,8 @@ def fsdp_recomputes_once_and_the_same(run):
     if not uses_fsdp(run) or not is_true(fsdp_section(run).get("activation_checkpointing")):
         return
     if run["gradient_checkpointing"]:
-        yield problem(
-            run, "gradient_checkpointing", "repeats activation_checkpointing", "set activation_checkpointing: false"
-        )
+        what = "repeats activation_checkpointing"
+        yield Problem("gradient_checkpointing", what, "set activation_checkpointing: false")
     what, fix = "recomputes with other dropout masks than the forward", "set it to false, with --gradient_checkpointing"
     if run["use_peft"] and run["lora_dropout"]:
         what, fix = f"{what}, and adapters have dropout", f"{fix}, or --lora_dropout 0"
@@ -444,7 +441,7 @@ ROWS = (
               "--gradient_checkpointing_kwargs '{{\"use_reentrant\": false}}', or --ddp_find_unused_parameters false",
               "The first backward fails, even in one process: `Expected to mark a variable ready only once`."),
     error_row("bf16_compression_needs_nccl", "ddp_comm_hook",
-              lambda run: run["ddp_comm_hook"] == "bf16" and _uses_ddp(run) and not on_gpu(run),
+              lambda run: run["ddp_comm_hook"] == "bf16" and _uses_ddp(run) and not run.hardware.cuda,
               "bf16 needs NCCL, and NCCL needs GPUs", "--ddp_comm_hook fp16, or leave it out",
               "On a CPU: `TypeError: BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+`"),
     error_row("backends_have_their_processes", "ddp_backend",
@@ -453,7 +450,7 @@ ROWS = (
               "is for several processes, and this run has one", "leave it out",
               "A single process fails: `Default process group has not been initialized`."),
     error_row("backends_have_their_hardware", "ddp_backend",
-              lambda run: run["ddp_backend"] not in (None, "gloo", "mpi") and not on_gpu(run),
+              lambda run: run["ddp_backend"] not in (None, "gloo", "mpi") and not run.hardware.cuda,
               "{ddp_backend} needs GPUs", "leave it out: gloo is used on a CPU",
               "On a CPU: `Your assigned backend nccl is not available, please use gloo`"),
     advice_row("nccl_timeout_is_an_argument", "NCCL_TIMEOUT", lambda run: "NCCL_TIMEOUT" in run.place.environment,

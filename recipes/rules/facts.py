@@ -8,7 +8,7 @@ three modules:
     def ddp_settings_need_ddp(run):
         "Under DeepSpeed, FSDP and a single process the run ignores DDP's settings silently."
         for name in ...:
-            yield advice(run, name, "is ignored: the engine is not DDP", "leave it out")
+            yield advice(name, "is ignored: the engine is not DDP", "leave it out")
 
 The name of a rule states what holds in a legal run. The docstring, or `why`, names the failure that
 the rule prevents: silently different training, a hang, or a failure after minutes. Errors that
@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
@@ -48,36 +49,28 @@ class Rule:
     of_train_py: bool = False
 
     def __call__(self, run: RunSpec) -> Iterator[Problem]:
-        return self.judge(run)
+        """Yield the problems, those about a setting with the source of the setting's value."""
+        return map(run.with_source, self.judge(run))
 
 
 def rule(judge: Judge) -> Rule:
     """Turn a function into a `Rule`, which `check` then collects."""
-    return Rule(judge.__name__, judge.__doc__ or "", judge, hasattr(judge, "of_train_py"))
+    return Rule(judge.__name__, judge.__doc__ or "", judge)
 
 
-def of_train_py(judge: Judge) -> Judge:
-    """Mark a function as a rule about train.py only. Write this decorator below `@rule`."""
-    judge.of_train_py = True  # type: ignore[attr-defined]
-    return judge
+def rule_of_train_py(judge: Judge) -> Rule:
+    return replace(rule(judge), of_train_py=True)
 
 
-def problem(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
-    """Return an error about the setting `subject`, with the source of the setting's value."""
-    return Problem(subject, what, fix, run.setting(subject).source)
-
-
-def advice(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
-    """Return advice about the setting `subject`, with the source of the setting's value."""
-    return Problem(subject, what, fix, run.setting(subject).source, severity="advice")
+advice = partial(Problem, severity="advice")
 
 
 def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem:
     """Return an error about a missing package, or advice if the run goes to another machine."""
     what = what or f"needs the package {package}"
     if run.place.is_elsewhere:
-        return advice(run, subject, f"{what}, which is not installed here", f"install {package} where the job runs")
-    return problem(run, subject, what, f"pip install {package}")
+        return advice(subject, f"{what}, which is not installed here", f"install {package} where the job runs")
+    return Problem(subject, what, f"pip install {package}")
 
 
 def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
@@ -111,10 +104,6 @@ def model_config(run: RunSpec) -> Mapping[str, Any] | None:
 def known_config(run: RunSpec) -> Json:
     """The configuration of the run's model; an empty dict if it is unknown."""
     return dict(model_config(run) or {})
-
-
-def on_gpu(run: RunSpec) -> bool:
-    return run.hardware.cuda and not run["use_cpu"]
 
 
 def uses_deepspeed(run: RunSpec) -> bool:

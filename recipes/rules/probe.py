@@ -31,7 +31,6 @@ from recipes.rules.facts import (
     json_source,
     known_config,
     mapping,
-    on_gpu,
     uses_deepspeed,
     uses_fsdp,
 )
@@ -234,7 +233,7 @@ def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
         config = ParallelismConfig()
     if config is None:
         return
-    type_ = DistributedType.MULTI_GPU if on_gpu(run) else DistributedType.MULTI_CPU
+    type_ = DistributedType.MULTI_GPU if run.hardware.cuda else DistributedType.MULTI_CPU
     type_ = DistributedType.FSDP if uses_fsdp(run) else DistributedType.DEEPSPEED if uses_deepspeed(run) else type_
     engine = {"is_fsdp2": fsdp_version(run) == 2, "multi_device": type_ == DistributedType.MULTI_GPU}
     try:
@@ -278,7 +277,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
             self.world_size = run.data_parallel_size * tensor // self._param_dict.get("sequence_parallel_size", 1)
             super()._configure_train_batch_size()
 
-    if args.fp16 and not on_gpu(run) and not get_accelerator().is_fp16_supported():
+    if args.fp16 and not run.hardware.cuda and not get_accelerator().is_fp16_supported():
         raise ValueError("fp16: type fp16 is not supported on your device.")  # as DeepSpeedEngine does
     plugin, written = args.deepspeed_plugin, HfDeepSpeedConfig(deepspeed_file(run) or {})
     tensor = max(1, plugin.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0))

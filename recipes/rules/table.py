@@ -28,13 +28,12 @@ from recipes.rules.facts import (
     mapping,
     missing,
     mixed_precision,
-    on_gpu,
-    problem,
     uses_deepspeed,
     uses_fsdp,
     zero_stage,
 )
 from recipes.run import RunSpec
+from recipes.run.files import expanded
 
 Condition = Callable[[RunSpec], Any]
 Words = str | Callable[[RunSpec], str]
@@ -53,8 +52,8 @@ def _row(severity: str, name: str, settings: str, when: Condition, what: Words, 
             return
         for subject in subjects:
             if len(subjects) == 1 or run[subject]:
-                source = "environment" if subject.isupper() else run.engine.source
-                source = run.setting(subject).source if subject in legal.settings() else source
+                in_yaml = "" if subject in legal.settings() else run.engine.source
+                source = "environment" if subject.isupper() else in_yaml
                 yield Problem(subject, _filled(what, run), _filled(fix, run), source, severity)
 
     return Rule(name, why or str(what), judge)
@@ -167,7 +166,7 @@ def _in_range(setting: str, range_: str, is_legal: Callable[[Any], bool]) -> Rul
         if value is None or is_legal(value) or not setting_is_read(run, setting):
             return
         shown = f"{value:g}" if isinstance(value, float) else value
-        yield problem(run, setting, f"{shown} is out of range", f"set {setting} to {range_}")
+        yield Problem(setting, f"{shown} is out of range", f"set {setting} to {range_}")
 
     return Rule(f"{setting}_is_in_range", "A value out of range fails late, or silently means something else.", judge)
 
@@ -207,7 +206,7 @@ def compiles(run: RunSpec) -> bool:
 
 def _unscales_its_weights(run: RunSpec) -> bool:
     """True if fp16's gradient scaler, which only a GPU uses, would get gradients in float16."""
-    is_scaled = mixed_precision(run) == "fp16" and on_gpu(run) and not uses_deepspeed(run)
+    is_scaled = mixed_precision(run) == "fp16" and run.hardware.cuda and not uses_deepspeed(run)
     return is_scaled and run["dtype"] == "float16" and not run["use_peft"]
 
 
@@ -245,7 +244,8 @@ _ERRORS = (
               "If a rank has one batch fewer, the other ranks wait for this rank until a timeout."),
 
     # Precision and the GPU
-    error_row("bf16_needs_sm80", "bf16 bf16_full_eval", lambda run: on_gpu(run) and run.hardware.capability < (8, 0),
+    error_row("bf16_needs_sm80", "bf16 bf16_full_eval",
+              lambda run: run.hardware.cuda and run.hardware.capability < (8, 0),
               lambda run: "is only emulated on compute capability {}.{}".format(*run.hardware.capability),
               "--fp16, with --bf16 false",
               "A T4 or V100 computes bf16 several times slower than fp16, though torch reports bf16 as supported."),
@@ -253,7 +253,7 @@ _ERRORS = (
               "needs a GPU of compute capability 8.0 or higher", "leave it out",
               "On an older GPU: `ValueError: --tf32 requires Ampere or a newer GPU arch, cuda>=11 and torch>=1.7`"),
     error_row("fp8_needs_sm89", "mixed_precision",
-              lambda run: "fp8" in (mixed_precision(run), run.engine.mixed_precision) and on_gpu(run)
+              lambda run: "fp8" in (mixed_precision(run), run.engine.mixed_precision) and run.hardware.cuda
               and run.hardware.capability < (8, 9),
               lambda run: "fp8 needs compute capability 8.9, and the GPU has {}.{}".format(*run.hardware.capability),
               "mixed_precision: 'no'",
@@ -298,7 +298,8 @@ _ERRORS = (
               "As training begins: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch`, or a metric."),
 
     # Checkpoints
-    error_row("output_has_a_folder", "output_dir", lambda run: not run["output_dir"] or files_of(run["output_dir"]),
+    error_row("output_has_a_folder", "output_dir",
+              lambda run: not run["output_dir"] or expanded(run["output_dir"]).is_file(),
               "does not name a folder", "--output_dir FOLDER, or leave it out",
               'With an unset shell variable (--output_dir "$OUT"), the first save ends in a `FileNotFoundError`.'),
     error_row("weights_alone_cannot_find_the_best", "save_only_model",
@@ -328,7 +329,7 @@ def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
 _ADVICE = (
     # Trains differently from what the user may expect
     advice_row("fp16_needs_a_gpu", "fp16",
-               lambda run: run["fp16"] and not (run["bf16"] or on_gpu(run) or uses_deepspeed(run)),
+               lambda run: run["fp16"] and not (run["bf16"] or run.hardware.cuda or uses_deepspeed(run)),
                "does nothing on a CPU: this run trains in fp32", "use --bf16 instead, or leave it out",
                "The run reports fp16, but trains in fp32."),
     advice_row("sixteen_bit_weights_lose_small_updates", "dtype",

@@ -23,10 +23,8 @@ from recipes.rules.facts import (
     is_true,
     mapping,
     missing,
-    of_train_py,
-    on_gpu,
-    problem,
     rule,
+    rule_of_train_py,
     uses_deepspeed,
     uses_fsdp,
     zero_stage,
@@ -53,7 +51,7 @@ def nested_settings_are_known(run):
         known = legal.names(section) if setting_is_read(run, name) else ()
         for key in sorted({str(key).removeprefix("fsdp_") for key in content} - {*known}) if known else ():
             fix = nearest(key, known) or "use one of " + ", ".join(sorted(known))
-            yield problem(run, name, f"has no key {key!r}", fix)
+            yield Problem(name, f"has no key {key!r}", fix)
 
 
 @rule
@@ -64,7 +62,7 @@ def nested_files_can_be_read(run):
         if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
             continue
         if what := read_json(value)[1]:
-            yield problem(run, name, what, "give a JSON object, or the path of a file with one")
+            yield Problem(name, what, "give a JSON object, or the path of a file with one")
 
 
 # Name in `report_to` -> modules, if the names differ. One of the modules must be installed.
@@ -84,9 +82,10 @@ def reports_have_their_packages(run):
 @rule
 def fit_chooses_the_micro_batch(run):
     """--fit searches for the micro-batch. If the user sets one, nothing is left to search for."""
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps") if run["fit"] else ():
+    searches = run["fit"] or run["fit_only"]
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps") if searches else ():
         if run.explicit(name):
-            yield problem(run, name, "is the value that --fit searches for", "leave it out, or leave --fit out")
+            yield Problem(name, "is the value that --fit searches for", "leave it out, or leave --fit out")
 
 
 # --- Compilation, precision and the GPU -----------------------------------------------------------
@@ -133,7 +132,7 @@ def torch_has_kernels_for_the_card(run):
     """
     release, _, built = (legal.version("torch") or "").partition("+")
     numbers = [int(part) for part in re.findall(r"\d+", release)[:2]]
-    if not on_gpu(run) or run.hardware.capability >= (7, 5) or numbers < [2, 11] or built == "cu126":
+    if not run.hardware.cuda or run.hardware.capability >= (7, 5) or numbers < [2, 11] or built == "cu126":
         return
     what = f"torch {numbers[0]}.{numbers[1]} has kernels for {run.hardware.gpus[0].name} only if built for CUDA 12.6"
     fix = "install a torch built for CUDA 12.6: see torch's installation page"
@@ -159,14 +158,13 @@ def warmup_within(run: RunSpec, steps: int) -> Iterator[Problem]:
     warmup = run["warmup_steps"] if run["warmup_steps"] >= 1 else round(run["warmup_steps"] * steps)
     if setting_is_read(run, "warmup_steps") and run.explicit("warmup_steps") and warmup >= steps:
         what = f"{warmup:g} steps of warm-up do not end before the run, which has {steps}"
-        yield advice(run, "warmup_steps", what, f"use fewer than {steps}, or a value below 1 for a fraction of the run")
+        yield advice("warmup_steps", what, f"use fewer than {steps}, or a value below 1 for a fraction of the run")
 
 
 # --- The best model -------------------------------------------------------------------------------
 
 
-@rule
-@of_train_py
+@rule_of_train_py
 def best_metric_is_reported(run):
     """The first evaluation ends in `KeyError: The metric_for_best_model ... which is not found`."""
     wanted = run["metric_for_best_model"]
@@ -179,7 +177,7 @@ def best_metric_is_reported(run):
     speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
     if wanted.removeprefix("eval_") not in (*known, *speeds):
         fix = nearest(wanted, known) or " or ".join(known)
-        yield problem(run, "metric_for_best_model", f"{wanted} is not reported by the evaluation", fix)
+        yield Problem("metric_for_best_model", f"{wanted} is not reported by the evaluation", fix)
 
 
 def _smaller_is_better(run: Settings) -> bool | None:

@@ -30,6 +30,7 @@ MISTAKES = {
     "train --lerning_rate 1": "--learning_rate",
     "train --recipe baseline --num_processes 2": "one process",
     "train --accelerate_config mine.yaml": "an existing file, or one of fast, memory, memory_zero3",
+    "fit --per_device_train_batch_size 4": "is the value that --fit searches for",
     "prepare": "there is nothing to prepare",
     "chekc": "Fix: recipes check.",
     "sft": "Fix: recipes train.",

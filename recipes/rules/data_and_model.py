@@ -406,15 +406,9 @@ _OF_TRAIN_PY = (
               "The first evaluation fails: `skip_logits is True, but labels and shift_labels are None`."),
 )  # fmt: skip
 
-# Source: `AutoTP.supported` of deepspeed/module_inject/auto_tp.py.
-_NOT_DIVIDED = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")
 ROWS = (
     *(replace(row, of_train_py=True) for row in _OF_TRAIN_PY),
     error_row("attention_is_known", "attn_implementation", _names_no_attention,
               "there is no implementation '{attn_implementation}'", _known_attention,
               'Once data is loaded: `ValueError: Specified attn_implementation="..." is not supported`.'),
-    error_row("deepspeed_can_divide_the_model", "deepspeed",
-              lambda run: run.engine.parallelism.autotp > 1 and _type(run) in _NOT_DIVIDED,
-              lambda run: f"tensor_parallel cannot divide a {_type(run)} model", "leave tensor_parallel out",
-              "Once the model is loaded: `AssertionError: AutoTP not supported for model`."),
 )  # fmt: skip

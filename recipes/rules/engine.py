@@ -23,6 +23,7 @@ from recipes.rules.facts import (
     in_json,
     in_yaml,
     is_true,
+    known_config,
     mapping,
     mixed_precision,
     rule,
@@ -276,6 +277,10 @@ def sixteen_bits_are_trained_by_a_stage(run):
 # --- DeepSpeed's tensor parallelism: losses are those of DDP on two and four CPU ranks ------------
 
 
+# Source: `AutoTP.supported` of deepspeed/module_inject/auto_tp.py, an assertion once the model is loaded.
+_NOT_DIVIDED = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")
+
+
 @rule
 def tensor_parallelism_fits_the_run(run):
     """ZeRO-3 ends in `Check batch related parameters`. Adapters, which DeepSpeed divides like other
@@ -292,6 +297,8 @@ def tensor_parallelism_fits_the_run(run):
     if zero_stage(run) == 3:
         what = "cannot be combined with ZeRO stage 3"
         yield in_json(run, "tensor_parallel.autotp_size", what, '"stage": 2, or leave tensor_parallel out')
+    if (kind := known_config(run).get("model_type")) in _NOT_DIVIDED:
+        yield in_json(run, "tensor_parallel.autotp_size", f"cannot divide a {kind} model", "leave tensor_parallel out")
     evaluates = run["task"] == "sequence_classification" and run["eval_strategy"] != "no"
     dispatches = is_true(accelerator_config(run).get("dispatch_batches"))
     for name, is_wrong, what, fix in (

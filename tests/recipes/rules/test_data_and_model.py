@@ -9,7 +9,7 @@ from recipes.rules.check import check
 from recipes.rules.data_and_model import attention_fits_the_machine, refused_by_class
 from recipes.run import here, resolve
 from tests.support.real_failures import assert_fires, tiny_llama
-from tests.support.runs import A100, CLASSIFY, DS, EVAL, H100, MODEL, T4, Gpu, Run, ds_json, fsdp, machine, model
+from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, fsdp, machine, model
 
 ROW = '{"text": "a"}\n'
 STREAM = "--dataset_streaming --max_steps 9"
@@ -33,10 +33,6 @@ def without(*names: str, **config) -> dict:
 
 def data(flags: str, **files: str) -> Run:
     return Run(f"--dataset_name {flags}", files={name.replace("__", "."): content for name, content in files.items()})
-
-
-def divided(kind: str) -> Run:
-    return Run(f"{MODEL} {DS}", files=model(model_type=kind) | ds_json(tensor_parallel={"autotp_size": 2}), world=2)
 
 
 # rule -> a run in which it fires, and the nearest one in which it does not
@@ -64,7 +60,6 @@ CASES = {
         Run(f"{MODEL} {CLASSIFY}", files=model(model_type="mamba")),
         Run(f"{MODEL} {CLASSIFY}", files=model(model_type="llama")),
     ),
-    "deepspeed_can_divide_the_model": (divided("gpt2"), divided("llama")),
     "a_language_model_is_a_decoder": (
         Run(MODEL, files=model(model_type="bert")),
         Run(f"{MODEL} {CLASSIFY}", files=model(model_type="bert")),

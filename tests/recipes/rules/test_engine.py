@@ -24,7 +24,7 @@ from tests.support.real_failures import (
     train,
 )
 from tests.support.running import run_ranks
-from tests.support.runs import CLASSIFY, DS, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, yaml
+from tests.support.runs import CLASSIFY, DS, MODEL, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, model, yaml
 
 TWO = ds_json(tensor_parallel={"autotp_size": 2})
 SCATTERS = '--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":true}}'
@@ -123,6 +123,8 @@ ALSO_FIRES = [
      Run(f"{DS} --average_tokens_across_devices false", files=TWO, world=2), "average_tokens_across_devices"),
     ("tensor_parallelism_fits_the_run",
      Run(f'{DS} --accelerator_config {{"dispatch_batches":true}}', files=TWO, world=2), "accelerator_config"),
+    ("tensor_parallelism_fits_the_run",
+     Run(f"{DS} {MODEL}", files=TWO | model(model_type="gpt2"), world=2), "autotp_size"),
     ("sequences_and_models_are_not_divided", on_gpus(yaml=groups(cp=2), world=2), "cp_size"),
     ("sequences_and_models_are_not_divided", Run(yaml=groups("MULTI_GPU", tp=2), world=2), "tp_size"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--fsdp true --optim lion_8bit", world=2), "optim"),

@@ -230,7 +230,7 @@ def bytes_in_4_bits(run: RunSpec) -> float:
 
 def shards(run: RunSpec) -> int:
     """Return how many processes share one copy of the states. HSDP makes several such copies."""
-    return run.world_size // run.engine.parallelism.replicate
+    return run.world_size // run.engine.parallelism.dp_replicate_size
 
 
 # --- Optimizers -----------------------------------------------------------------------------------

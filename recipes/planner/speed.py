@@ -200,7 +200,7 @@ def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
 
 def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int) -> int:
     """Return the bytes a GPU sends: gathers and scatters among shards, and sums among replicas."""
-    copies = run.engine.parallelism.replicate
+    copies = run.engine.parallelism.dp_replicate_size
     among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
     times = exchanges(run, accumulation)
     whole = weights.total - weights.in_4_bits * (1 - HALF_A_BYTE / width)

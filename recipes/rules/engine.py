@@ -34,7 +34,7 @@ from recipes.rules.facts import (
 from recipes.rules.table import advice_row, error_row
 from recipes.run import RunSpec, nearest
 from recipes.run.command_line import belongs
-from recipes.run.engine import SIZES, from_environment, from_yaml
+from recipes.run.engine import from_environment, from_yaml
 from recipes.run.files import Json, launch_with, shipped
 
 _ON_GPUS = 'Check the run for GPUs: recipes check --gpu "H100 80GB"'
@@ -277,7 +277,7 @@ def sixteen_bits_are_trained_by_a_stage(run):
 # --- DeepSpeed's tensor parallelism: losses are those of DDP on two and four CPU ranks ------------
 
 
-# Source: `AutoTP.supported` of deepspeed/module_inject/auto_tp.py, an assertion once the model is loaded.
+# Source: `AutoTP.supported` of deepspeed/module_inject/auto_tp.py, asserted once a model is loaded.
 _NOT_DIVIDED = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")
 
 
@@ -333,24 +333,18 @@ def sequences_and_models_are_not_divided(run):
     the data, but Trainer counts the undivided batch.
     """
     sizes = run.engine.parallelism
-    by_json = f'use a DeepSpeed JSON with "tensor_parallel": {{"autotp_size": {sizes.tensor}}}'
+    by_json = f'use a DeepSpeed JSON with "tensor_parallel": {{"autotp_size": {sizes.tp_size}}}'
     refused = {
-        "sequence": ("sequence parallelism multiplies gradients by this size, and clips them afterwards", _INSTEAD),
-        "context": ("context parallelism needs several GPUs, and no test has confirmed its losses there", _INSTEAD),
-        "tensor": ("tp_size needs a model that was loaded in parts, and models are loaded whole here", by_json),
+        "sp_size": ("sequence parallelism multiplies gradients by this size, and clips them afterwards", _INSTEAD),
+        "cp_size": ("context parallelism needs several GPUs, and no test has confirmed its losses there", _INSTEAD),
+        "tp_size": ("tp_size needs a model that was loaded in parts, and models are loaded whole here", by_json),
     }
     if run.place.own_script and not uses_deepspeed(run):
-        del refused["tensor"]
-    for field, (why, fix) in refused.items():
-        size = getattr(sizes, field)
-        if size > 1:
-            yield _of_size(run, field, f"{size} is refused: {why}", fix)
-
-
-def _of_size(run: RunSpec, field: str, what: str, fix: str) -> Problem:
-    """Return a problem with a size of the ParallelismConfig, under its keyword or YAML key."""
-    source, name = run.engine.parallelism.source, SIZES[field]
-    return Problem(name if source == "argument" else f"parallelism_config_{name}", what, fix, source)
+        del refused["tp_size"]
+    for name, (why, fix) in refused.items():
+        if (size := getattr(sizes, name)) > 1:
+            subject = name if sizes.source == "argument" else f"parallelism_config_{name}"
+            yield Problem(subject, f"{size} is refused: {why}", fix, sizes.source)
 
 
 # --- FSDP: the recipe `sharded` uses version 2, which is also Trainer's default -------------------

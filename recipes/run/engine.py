@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,6 @@ from recipes.run.files import Json, read_json, read_yaml
 
 # --- Processes that share a model or its examples -------------------------------------------------
 
-# Field -> name of the size in accelerate's ParallelismConfig, its YAML section and its variables.
-SIZES = {
-    "replicate": "dp_replicate_size",
-    "shard": "dp_shard_size",
-    "tensor": "tp_size",
-    "context": "cp_size",
-    "sequence": "sp_size",
-}
 _SIZE = "parallelism_config_"  # the prefix of each name in a YAML and in variables
 
 
@@ -37,30 +29,31 @@ class Parallelism:
     a whole number above 0 is read as 1; `rules.probe` lets accelerate and DeepSpeed refuse it.
     """
 
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
-    context: int = 1
-    sequence: int = 1
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    sp_size: int = 1
     source: str = ""
     autotp: int = 1
 
     @property
     def sharing(self) -> int:
         """The number of processes that train on the same examples."""
-        return self.tensor * self.autotp
+        return self.tp_size * self.autotp
 
     def __str__(self) -> str:
         """The sizes above 1 in words, such as `tensor parallel 2`; empty if there are none."""
         words = [f"tensor parallel {self.sharing}"] if self.sharing > 1 else []
-        if self.replicate > 1:
-            words.append(f"{self.replicate} replicas of {self.shard} shards")
+        if self.dp_replicate_size > 1:
+            words.append(f"{self.dp_replicate_size} replicas of {self.dp_shard_size} shards")
         return ", ".join(words)
 
 
 def sizes_of(values: Mapping[str, Any], source: str, prefix: str = "") -> Parallelism:
     """Read the sizes from keyword arguments, a YAML or the environment. Numbers may be text."""
-    read = {field: _count(values.get(f"{prefix}{name}")) for field, name in SIZES.items()}
+    names = (field.name for field in fields(Parallelism) if field.name.endswith("_size"))
+    read = {name: _count(values.get(f"{prefix}{name}")) for name in names}
     return Parallelism(**read, source=source)
 
 

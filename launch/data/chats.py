@@ -115,7 +115,9 @@ def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
 def _with_arguments(call: dict) -> dict:
     """Return the call with its arguments as a dict: nearly all templates write a dict as JSON."""
     function = call["function"]
-    (arguments,) = _objects(function.get("arguments"), "the arguments of a tool call") or [{}]
+    arguments, *more = _objects(function.get("arguments"), "the arguments of a tool call") or [{}]
+    if more:
+        raise mistake("dataset_name", "a tool call has several objects as arguments", "write one object")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -261,7 +261,7 @@ def _contents(tokenizer) -> list:
 def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
     """Map a folder's tokens into memory. None if the folder lacks rows that the run needs."""
     index = read_json(folder / _INDEX)[0]
-    if index is None:
+    if not index:
         return None
     names, made = index["names"], index["made"]
     wanted = sources.wanted_splits(run, part, names)

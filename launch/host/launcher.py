@@ -118,11 +118,11 @@ def _exit_code_of_the_told() -> int:
 def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
     """Return the rank whose failure made the other ranks fail, and its exit code.
 
-    torch ends the other ranks by SIGTERM. A rank that lost its connection to the failed rank exits
-    with code 1 instead, perhaps before torch saw the failed rank end.
+    torch ends the other ranks by SIGTERM, after which a rank of train.py exits with 75. A rank that
+    lost its connection to the failed rank exits with 1, perhaps before torch saw that rank end.
     """
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    late = {-signal.SIGTERM: 2, 1: 1}
+    late = {-signal.SIGTERM: 2, EXIT_CODE: 2, 1: 1}
     rank = min(codes, key=lambda rank: (late.get(codes[rank], 0), error.failures[rank].timestamp))
     return rank, codes[rank]
 

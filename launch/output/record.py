@@ -369,6 +369,7 @@ def by_accelerate(words: list[str]) -> bool:
 def _accelerate_config(launcher: list[str]) -> str | None:
     """Return the Accelerate YAML that the launcher read: its --config_file, or the default one."""
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = ["--config_file" if word == "--config-file" else word for word in words]
     if "--config_file" in words[:-1]:
         return str(Path(words[words.index("--config_file") + 1]).resolve())
     default = default_accelerate_config(os.environ) if by_accelerate(launcher) else None

@@ -292,6 +292,8 @@ class RecipeTrainer(CommittingTrainer):
         state = get_model_state_dict(self.model, options=options)
         if self.args.should_save:  # before transformers 5.23, every rank would write, the others an empty file
             self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Trainer only warns, and continues with random values in the missing weights.

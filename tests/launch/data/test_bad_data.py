@@ -44,6 +44,7 @@ def test_a_name_is_a_name_and_no_pattern(name, tmp_path, tokenizer, monkeypatch)
     assert len(load_data(run_with(dataset_name=f"{name}.jsonl"), tokenizer).train) == 1
 
 
+TWO_OBJECTS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '[{"a": 1}, {"b": 2}]'}}]}
 ROWS = {
     "a chat and a text": ({"prompt": CHAT, "completion": "b"}, "not a list of messages: b"),
     "messages that are a message": ({"messages": CHAT[0]}, "not a list of messages"),
@@ -55,6 +56,7 @@ ROWS = {
     "chats written as text": ({"conversations": "Hello"}, "not a list of messages"),
     "an answer that is a number": ({"instruction": "2+2", "output": 4}, "holds 4 in the column 'output', not text"),
     "a call that is not JSON": ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is not a JSON object"),
+    "a call with two objects": ({"messages": [*CHAT, TWO_OBJECTS]}, "several objects as arguments"),
     "tools that are not JSON": ({"messages": [*CHAT, *ANSWER], "tools": "f"}, "tools is not a JSON object"),
     "token ids without a token": ({"input_ids": [5, 99999]}, "does not know"),
     "labels of other tokens": ({"input_ids": [5, 6], "labels": [6, 7]}, "labels that differ"),

@@ -40,6 +40,8 @@ def started(*words: str, **environment: str) -> subprocess.CompletedProcess:
 
 KILLED = "if os.environ.get('RANK') == '0': sys.exit(1)\nos.kill(os.getpid(), signal.SIGSEGV)"
 TOLD = "os.kill(os.getpid(), signal.SIGTERM)"
+SAVES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"
+FAILED = f"{SAVES}\nif os.environ['RANK'] == '0': time.sleep(60)\ntime.sleep(1), print('why'), sys.exit(1)"
 SPOKEN = "if os.environ.get('RANK', '0') == '0': print('why'), sys.exit(75)"
 
 
@@ -50,6 +52,7 @@ SPOKEN = "if os.environ.get('RANK', '0') == '0': print('why'), sys.exit(75)"
         pytest.param(TWO, SPOKEN, 75, "why\n", marks=pytest.mark.slow),
         pytest.param(ONE, KILLED, 128 + signal.SIGSEGV, "rank 0 was killed by SIGSEGV\n", marks=pytest.mark.slow),
         (TWO, KILLED, 128 + signal.SIGSEGV, "rank 1 was killed by SIGSEGV\n"),  # rank 0 ends before it
+        pytest.param(TWO, FAILED, 1, "why\n", marks=pytest.mark.slow),
         pytest.param(ONE, TOLD, 75, STOPPED, marks=pytest.mark.slow),  # before it listened
         pytest.param(TWO, TOLD, 75, STOPPED, marks=pytest.mark.slow),
     ],

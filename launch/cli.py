@@ -8,7 +8,6 @@ the parsed options, and the arguments that the parser does not know, which are t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from difflib import get_close_matches
@@ -118,10 +117,7 @@ def _main(argv: list[str]) -> int:
         if not isinstance(error, UserError):
             raise
         problems = [_of_this_command(problem, options) for problem in error.problems]
-        if getattr(options, "json", False):
-            print(json.dumps({"legal": False, "problems": [vars(problem) for problem in problems]}, indent=2))
-        else:
-            print_problems(problems, console(stderr=True))
+        print_problems(problems, console(stderr=True))
         return 2
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from launch.flags import Commands
 from launch.terminal import print_table
 from recipes.catalog import RECIPES
-
-if TYPE_CHECKING:
-    from recipes.run import Json, RunSpec
 
 
 def add_parser(commands: Commands) -> None:
@@ -33,18 +29,3 @@ def show_where(options: argparse.Namespace, rest: list[str]) -> int:
     rows = [[path.name, str(path)] for path in [SCRIPT, *engines]]
     print_table(["name", "path"], [*rows, *([f"azureml/{path.name}", str(path)] for path in jobs)])
     return 0
-
-
-def run_as_json(run: RunSpec) -> Json:
-    """Return a run as JSON, with the settings that are not library defaults. Tokens are hidden."""
-    from recipes.run import shown
-
-    return {
-        "recipe": run.recipe.name,
-        "purpose": run.recipe.purpose,
-        "engine": run.recipe.engine,
-        "num_processes": run.world_size,
-        "data_parallel_size": run.data_parallel_size,
-        "hardware": str(run.hardware),
-        "settings": {name: {**vars(each), "value": shown(name, each.value)} for name, each in run.chosen().items()},
-    }

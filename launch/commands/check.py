@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from launch.commands.catalogue import run_as_json
 from launch.data.columns import check_columns
 from launch.flags import Commands
 from launch.terminal import console, plural, print_problems
@@ -25,7 +23,6 @@ _FLAGS = """
 --gpu NAME                     check for a machine with one such GPU per process: H100 80GB, L4, ... [this machine]
 --azureml FILE                 check a job's YAML for Azure ML, and the training that it starts
 --deep                         also let the installed libraries build the objects of the training (takes seconds)
---json                         print JSON for scripts
 """
 
 
@@ -40,10 +37,6 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
     if options.deep and not errors:
         errors = probe_in_child(run)
         problems += errors
-    if options.json:
-        result = {"legal": not errors, "problems": [vars(problem) for problem in problems], **run_as_json(run)}
-        print(json.dumps(result, indent=2, default=str))
-        return 2 if errors else 0
     if problems:
         print_problems(problems, console(stderr=True))
     if errors:

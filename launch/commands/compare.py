@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import re
 import sys
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.commands.catalogue import run_as_json
 from launch.flags import Commands
 from launch.output.record import FIELDS, MATERIAL, NO_DIFFERENCE
 from launch.terminal import duration, memory_size, plural, print_table, value_text
@@ -30,7 +28,6 @@ NAME                   a recipe: a shipped name, mine.yaml or mine.py:function; 
 --diff OTHER           print only the differences from another recipe or run
 --num_processes N      for a recipe: processes in all, one per GPU [1]
 --global_batch_size N  for a recipe: examples per optimizer step [16]
---json                 print JSON for scripts (not with --diff); for a run, the whole run.json
 """
 _DIFF = """
 A                      a run's output folder or run.json, or a recipe
@@ -157,29 +154,23 @@ def other_training(rows: Sequence[Row]) -> list[str]:
 
 def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.diff:
-        if options.json:
-            fix = f"recipes show {options.name} --json; recipes show {options.diff} --json"
-            raise mistake("json", "cannot be combined with --diff", fix)
         options.a, options.b = options.name, options.diff
         return diff(options, rest)
     if _is_run(options.name):
-        as_json = record = recorded.read(options.name, "NAME")
+        record = recorded.read(options.name, "NAME")
         chosen = {name: entry for name, entry in record["settings"].items() if entry["source"] != LIBRARY}
         world = plural(record.get("world_size") or 1, "process")
         heading = f"{record.get('recipe')}, {_status(record)}\n"
         heading += f"{record.get('engine')}, {world}, started {record.get('started')}\n"
     else:
         run, record = _recipe_run(options.name, options.num_processes, options.global_batch_size), {}
-        as_json, heading, chosen = run_as_json(run), _heading(run), {}
+        heading, chosen = _heading(run), {}
         for name in ("engine", "micro_batch_cap"):  # two values of a recipe that are not settings of train.py
             value, reason = run.recipe.settings[name]  # type: ignore[misc] # the same for every run
             by, _ = run.recipe.stated(name) or (run.recipe, None)
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
-        chosen |= {name: entry for name, entry in as_json["settings"].items() if name != "recipe"}
-    if options.json:
-        no_nan = json.loads(json.dumps(as_json, default=str), parse_constant=lambda _: None)  # JSON has no NaN
-        print(json.dumps(no_nan, indent=2))
-        return 0
+        settings = {name: {**vars(each), "value": shown(name, each.value)} for name, each in run.chosen().items()}
+        chosen |= {name: entry for name, entry in settings.items() if name != "recipe"}
     print(heading)
     _print_table(["result", "value"], _result_rows([record]))
     print_settings(["value"], [Row(entry["source"], name, [entry]) for name, entry in chosen.items()])

@@ -1,18 +1,7 @@
-"""`recipes check`: verdict, exit code and JSON. The rules have tests of their own."""
-
-import json
+"""`recipes check`: verdict and exit code. The rules have tests of their own."""
 
 from launch.cli import main
 from tests.support.running import ROOT
-
-
-def test_json_says_whether_a_run_is_legal_also_of_a_mistake(capsys):
-    assert main(["check", "--recipe", "fast", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["legal"] is True and found["settings"]["recipe"]["value"] == "fast"
-    assert main(["check", "--config", "missing.yaml", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["legal"] is False
-
 
 FSDP = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()
 RESHARD = "fsdp_reshard_after_forward: true"

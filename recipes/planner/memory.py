@@ -16,7 +16,7 @@ import numpy as np
 
 from recipes.errors import mistake
 from recipes.planner.published import context_of
-from recipes.rules.facts import fsdp_section, gradient_accumulation_kwargs, is_true
+from recipes.rules.facts import gradient_accumulation_kwargs, is_true
 from recipes.run import RunSpec
 
 # --- What to trace, and what was found ------------------------------------------------------------
@@ -185,7 +185,7 @@ HALF_A_BYTE, NF4, NF4_NESTED = 0.5, 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 def recomputes(run: RunSpec) -> bool:
     """True if the backward recomputes activations, by Trainer's or by FSDP's checkpointing."""
     return bool(run["gradient_checkpointing"]) or (
-        run.engine.kind == "fsdp" and is_true(fsdp_section(run).get("activation_checkpointing"))
+        run.engine.kind == "fsdp" and is_true(run.engine.fsdp.get("activation_checkpointing"))
     )
 
 
@@ -553,7 +553,7 @@ class Memory:
         if self.kind == "deepspeed" and self.stage == 3:
             return 0 if run["from_scratch"] else weights.total * weights.file_width
         width = loaded_bytes(run)
-        reads_once = self.kind == "fsdp" and is_true(fsdp_section(run).get("cpu_ram_efficient_loading", True))
+        reads_once = self.kind == "fsdp" and is_true(run.engine.fsdp.get("cpu_ram_efficient_loading", True))
         if not reads_once:
             return weights.total * width * run.local_world_size
         if width == trained_bytes(run):

@@ -21,7 +21,6 @@ from recipes.mixture import Part, files_of, parts_of, paths_of
 from recipes.rules.facts import (
     advice,
     available,
-    fsdp_section,
     in_yaml,
     known_config,
     mapping,
@@ -351,7 +350,7 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
     kind = "flash_attn" if _flash_version(name) else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
     if kind and not getattr(cls, f"_supports_{kind}", True):
         yield Problem("attn_implementation", f"{name} is not supported by {cls.__name__}", _LEAVE_OUT)
-    layers = fsdp_section(run).get("transformer_layer_cls_to_wrap") if uses_fsdp(run) else None
+    layers = run.engine.fsdp.get("transformer_layer_cls_to_wrap") if uses_fsdp(run) else None
     layers = layers.split(",") if isinstance(layers, str) else layers or []
     known = sorted(getattr(cls, "_no_split_modules", None) or ())
     for layer in (layer for layer in layers if known and not hasattr(sys.modules[cls.__module__], layer)):

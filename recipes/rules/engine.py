@@ -15,9 +15,7 @@ from recipes.errors import Problem, plural
 from recipes.rules.facts import (
     accelerator_config,
     advice,
-    deepspeed_file,
     deepspeed_section,
-    fsdp_section,
     fsdp_version,
     gradient_accumulation_kwargs,
     in_json,
@@ -29,7 +27,6 @@ from recipes.rules.facts import (
     rule,
     uses_deepspeed,
     uses_fsdp,
-    zero_stage,
 )
 from recipes.rules.table import advice_row, error_row
 from recipes.run import RunSpec, nearest
@@ -257,7 +254,7 @@ def offload_happens(run):
 def deepspeed_json_keys_are_known(run):
     """DeepSpeed silently ignores `gradient_cliping`, but refuses misspelt keys inside sections."""
     known = legal.names("deepspeed_json")
-    for key in (deepspeed_file(run) or {}) if known else ():
+    for key in (run.engine.json or {}) if known else ():
         if key not in known:
             fix = nearest(str(key), known) or "use a key of DeepSpeed's own reference"
             yield in_json(run, str(key), "is not a key that DeepSpeed reads", fix)
@@ -268,8 +265,12 @@ def sixteen_bits_are_trained_by_a_stage(run):
     """Stage 0 (FP16_UnfusedOptimizer) creates the optimizer's state in a step without gradients.
     Adam then counts one step too many: on two CPU ranks losses differ from those of DDP and ZeRO-1.
     """
-    if uses_deepspeed(run) and zero_stage(run) == 0 and (precision := mixed_precision(run)) in ("bf16", "fp16"):
-        subject, report = ("zero_optimization.stage", in_json) if deepspeed_file(run) else ("zero_stage", in_yaml)
+    if (
+        run.engine.kind == "deepspeed"
+        and run.engine.zero_stage == 0
+        and (precision := mixed_precision(run)) in ("bf16", "fp16")
+    ):
+        subject, report = ("zero_optimization.stage", in_json) if run.engine.json else ("zero_stage", in_yaml)
         what = f"0 gets different losses than DDP in {precision}: the optimizer starts one step ahead"
         yield report(run, subject, what, "use stage 1, or an engine without DeepSpeed")
 
@@ -294,7 +295,7 @@ def tensor_parallelism_fits_the_run(run):
     if not uses_deepspeed(run) or run.engine.parallelism.autotp == 1:
         return
     size, where = run.engine.parallelism.sharing, "under DeepSpeed's tensor parallelism"
-    if zero_stage(run) == 3:
+    if run.engine.zero_stage == 3:
         what = "cannot be combined with ZeRO stage 3"
         yield in_json(run, "tensor_parallel.autotp_size", what, '"stage": 2, or leave tensor_parallel out')
     if (kind := known_config(run).get("model_type")) in _NOT_DIVIDED:
@@ -374,7 +375,7 @@ def fsdp2_shards_layer_by_layer(run):
     backward. The policy by size also wraps the list of layers, and fails: `fully_shard does not
     support containers that do not implement forward`. The demonstration is too small to be wrapped.
     """
-    section, fix = fsdp_section(run), "TRANSFORMER_BASED_WRAP"
+    section, fix = run.engine.fsdp, "TRANSFORMER_BASED_WRAP"
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()
     if fsdp_version(run) != 2 or policy not in ("NO_WRAP", "SIZE_BASED_WRAP"):
         return
@@ -392,7 +393,7 @@ def fsdp_recomputes_once_and_the_same(run):
     accelerate's checkpointing loses the random state: on two CPU ranks it changes the losses of a
     GPT-2 with dropout. Trainer's checkpointing keeps the losses, and needs no more collectives.
     """
-    if not uses_fsdp(run) or not is_true(fsdp_section(run).get("activation_checkpointing")):
+    if not uses_fsdp(run) or not is_true(run.engine.fsdp.get("activation_checkpointing")):
         return
     if run["gradient_checkpointing"]:
         what = "repeats activation_checkpointing"

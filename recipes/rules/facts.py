@@ -28,7 +28,6 @@ from typing import Any
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
 from recipes.run import RunSpec
-from recipes.run.engine import deepspeed_json
 from recipes.run.files import Json, read_json
 from recipes.run.local_model import local_config
 
@@ -80,7 +79,7 @@ def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "er
 
 def in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
     """Return a problem with the DeepSpeed JSON's key `subject`, such as `scheduler.params`."""
-    return Problem(subject, what, fix, json_source(run), severity)
+    return Problem(subject, what, fix, run.engine.json_source, severity)
 
 
 def installed(package: str) -> bool:
@@ -115,27 +114,6 @@ def deepspeed_section(run: RunSpec) -> Json:
     return mapping(run.engine.raw.get("deepspeed_config")) if run.engine.kind == "deepspeed" else {}
 
 
-def deepspeed_file(run: RunSpec) -> Json | None:
-    """The DeepSpeed JSON that `--deepspeed`, the YAML or the launcher gives; None if none does."""
-    if isinstance(run["deepspeed"], dict):
-        return run["deepspeed"]
-    named = deepspeed_section(run).get("deepspeed_config_file")
-    launched = run.place.environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") if run.engine.kind == "deepspeed" else None
-    return deepspeed_json({"deepspeed_config_file": run["deepspeed"] or named or launched})
-
-
-def json_source(run: RunSpec) -> str:
-    """The path of the DeepSpeed JSON; the words `DeepSpeed JSON` if the run names no path."""
-    named = run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file")
-    return named if isinstance(named, str) else "DeepSpeed JSON"
-
-
-def zero_stage(run: RunSpec) -> int:
-    if not uses_deepspeed(run):
-        return 0
-    return mapping((deepspeed_file(run) or {}).get("zero_optimization")).get("stage", run.engine.zero_stage)
-
-
 def uses_fsdp(run: RunSpec) -> bool:
     """True if FSDP shards the model. On a CPU accelerate ignores FSDP and uses plain DDP. With
     `--deepspeed`, train.py switches FSDP off.
@@ -146,33 +124,6 @@ def uses_fsdp(run: RunSpec) -> bool:
 def fsdp_version(run: RunSpec) -> int:
     """The version of FSDP; 0 without FSDP. `accelerate launch` defaults to 1, Trainer to 2."""
     return run.engine.fsdp_version if uses_fsdp(run) else 0
-
-
-# Trainer's defaults with `--fsdp` (`_process_fsdp_args`). These win over an Accelerate YAML.
-_SET_BY_TRAINER = {
-    "version": 2,
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "min_num_params": 0,
-    "cpu_ram_efficient_loading": False,
-    "reshard_after_forward": True,
-    "state_dict_type": "FULL_STATE_DICT",
-}
-
-
-def fsdp_section(run: RunSpec) -> Json:
-    """Return FSDP's settings by key, without the prefix `fsdp_`. They are from the Accelerate YAML,
-    or in a launched process from the launcher's variables. With `--fsdp`, arguments win.
-    """
-    written = mapping(run.engine.raw.get("fsdp_config"))
-    if run.engine.kind == "fsdp" and not run.engine.raw:
-        written = {key.lower(): value for key, value in run.place.environment.items() if key.startswith("FSDP_")}
-        written["transformer_layer_cls_to_wrap"] = written.pop("fsdp_transformer_cls_to_wrap", None)
-    given = {**_SET_BY_TRAINER, **_plain(mapping(run["fsdp_config"]))} if run["fsdp"] else {}
-    return {**_plain(written), **given}  # without --fsdp nothing reads fsdp_config
-
-
-def _plain(section: Json) -> Json:
-    return {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
 
 
 def mixed_precision(run: RunSpec) -> str:

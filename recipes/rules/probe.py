@@ -24,11 +24,9 @@ from recipes.legal.libraries import ABSENT
 from recipes.quiet import silence
 from recipes.rules.facts import (
     accelerator_config,
-    deepspeed_file,
     deepspeed_section,
     fsdp_version,
     is_true,
-    json_source,
     known_config,
     mapping,
     uses_deepspeed,
@@ -125,7 +123,7 @@ def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
     yaml, args, optimizer, config = run.outer_engine or run.engine, None, None, {}
     of_engine = (run.engine.source, run.engine.raw) if run.engine.kind in ("deepspeed", "fsdp") else ("", {})
     if run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file"):
-        of_engine = (json_source(run), deepspeed_file(run) or {})
+        of_engine = (run.engine.json_source, run.engine.json or {})
     elif run["fsdp"] and run["fsdp_config"]:
         own = run["fsdp_config"]
         of_engine = (own if isinstance(own, str) else "--fsdp_config", mapping(own))
@@ -204,7 +202,7 @@ def _arguments(run: RunSpec) -> Any:
     given = {name: value for name, value in run.training_arguments().items() if name not in ("tf32", "ddp_backend")}
     if is_true(accelerator_config(run).get("use_configured_state")):
         given["accelerator_config"] = {**accelerator_config(run), "use_configured_state": False}
-    if run["deepspeed"] and (content := deepspeed_file(run)):
+    if run["deepspeed"] and (content := run.engine.json):
         given["deepspeed"] = _with_defaults(content).config
     return Unjoined(**{**copy.deepcopy(given), "use_cpu": True})
 
@@ -279,7 +277,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
 
     if args.fp16 and not run.hardware.cuda and not get_accelerator().is_fp16_supported():
         raise ValueError("fp16: type fp16 is not supported on your device.")  # as DeepSpeedEngine does
-    plugin, written = args.deepspeed_plugin, HfDeepSpeedConfig(deepspeed_file(run) or {})
+    plugin, written = args.deepspeed_plugin, HfDeepSpeedConfig(run.engine.json or {})
     tensor = max(1, plugin.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0))
     plugin.set_mixed_precision(args.mixed_precision)
     if not run["deepspeed"]:
@@ -301,7 +299,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
         section, _, name = path.rpartition(".")
         line = re.sub(r"warmup_steps=\d+$", f"warmup_steps={args.warmup_steps:g}", line)  # as written, such as 0.1
         what = line if written.get_value(path) is not None or not written.config else f"is left out, so {line}"
-        fix, source = f'"{name}": "auto"' + f" in {section}" * bool(section), json_source(run)
+        fix, source = f'"{name}": "auto"' + f" in {section}" * bool(section), run.engine.json_source
         if not written.config:
             source = run.engine.source
         if not written.config and name == "enabled":  # for fp8 DeepSpeed gets bf16, which Trainer compares

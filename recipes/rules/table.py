@@ -22,7 +22,6 @@ from recipes.rules.facts import (
     Rule,
     accelerator_config,
     available,
-    deepspeed_file,
     gradient_accumulation_kwargs,
     is_true,
     mapping,
@@ -30,7 +29,6 @@ from recipes.rules.facts import (
     mixed_precision,
     uses_deepspeed,
     uses_fsdp,
-    zero_stage,
 )
 from recipes.run import RunSpec
 from recipes.run.files import expanded
@@ -94,9 +92,9 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
      "by the schedule {lr_scheduler_type}", "use another --lr_scheduler_type"),
     ("optim_args", lambda run: run["optim"] not in legal.names("optimizers_without_arguments"),
      "by {optim}", "--adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay"),
-    ("optim", lambda run: not (uses_deepspeed(run) and "optimizer" in (deepspeed_file(run) or {})),
+    ("optim", lambda run: not (uses_deepspeed(run) and "optimizer" in (run.engine.json or {})),
      "since the DeepSpeed JSON has its own optimizer", "remove optimizer from the JSON"),
-    ("lr_scheduler_type", lambda run: not (uses_deepspeed(run) and "scheduler" in (deepspeed_file(run) or {})),
+    ("lr_scheduler_type", lambda run: not (uses_deepspeed(run) and "scheduler" in (run.engine.json or {})),
      "since the DeepSpeed JSON has its own scheduler", "remove scheduler from the JSON"),
     ("load_best_model_at_end", lambda run: {run["eval_strategy"], run["save_strategy"]} != {"no"},
      "without evaluations: the last model is kept", "--eval_strategy steps --save_strategy steps"),
@@ -216,7 +214,7 @@ def _compares(run: RunSpec) -> bool:
 
 def _asks_deepspeed_for_its_rate(run: RunSpec) -> bool:
     """True if the schedule reads the learning rate from an optimizer that DeepSpeed has wrapped."""
-    name, content = run["lr_scheduler_type"], deepspeed_file(run) or {}
+    name, content = run["lr_scheduler_type"], run.engine.json or {}
     reads = name == "polynomial" or (name.endswith("with_min_lr") and mapping(run["lr_scheduler_kwargs"]).get("min_lr"))
     return bool(reads) and uses_deepspeed(run) and not {"optimizer", "scheduler"} & set(content)
 
@@ -356,7 +354,7 @@ _OF_TRAIN_PY = (
               "name a model with --model_name_or_path, without --from_scratch",
               "The frozen weights are random: nothing but the adapters learns."),
     error_row("classifier_adapters_have_one_type", "use_peft",
-              lambda run: run["use_peft"] and run["task"] == "sequence_classification" and zero_stage(run) == 3
+              lambda run: run["use_peft"] and run["task"] == "sequence_classification" and run.engine.zero_stage == 3
               and mixed_precision(run) in ("bf16", "fp16"),
               "ZeRO-3 does not train adapters and a classification head in 16 bits",
               "--recipe memory (ZeRO-2), or --bf16 false --fp16 false",

@@ -14,9 +14,7 @@ from recipes.errors import Problem
 from recipes.rules.facts import (
     advice,
     available,
-    deepspeed_file,
     deepspeed_section,
-    fsdp_section,
     fsdp_version,
     gradient_accumulation_kwargs,
     in_yaml,
@@ -27,7 +25,6 @@ from recipes.rules.facts import (
     rule_of_train_py,
     uses_deepspeed,
     uses_fsdp,
-    zero_stage,
 )
 from recipes.rules.table import advice_row, error_row, setting_is_read
 from recipes.run import RunSpec, Settings, nearest
@@ -209,7 +206,7 @@ def _resumes_from_nothing(run: RunSpec) -> bool:
 def _saves_in_shards(run: RunSpec) -> bool:
     """True if FSDP saves a SHARDED_STATE_DICT, which is accelerate's default for FSDP2."""
     default = "SHARDED_STATE_DICT" if fsdp_version(run) == 2 else "FULL_STATE_DICT"
-    saved_as = str(fsdp_section(run).get("state_dict_type") or default).upper()
+    saved_as = str(run.engine.fsdp.get("state_dict_type") or default).upper()
     return uses_fsdp(run) and saved_as in ("SHARDED_STATE_DICT", "3")  # 3: the number in torch's StateDictType
 
 
@@ -220,10 +217,10 @@ def zero3_saves_whole_weights(run):
     Under DeepSpeed's tensor parallelism this happens at any stage, and `zero_to_fp32.py` cannot
     read the checkpoints either. In all cases train.py saves a whole model at the end.
     """
-    divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp > 1)
+    divided = run.engine.zero_stage == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp > 1)
     if not divided or run["save_strategy"] == "no":
         return
-    if (content := deepspeed_file(run)) is not None:
+    if (content := run.engine.json) is not None:
         key, section = "stage3_gather_16bit_weights_on_model_save", mapping(content.get("zero_optimization"))
         gathered = section.get(key, section.get(key.removeprefix("stage3_")))
         fix = f'"{key}": true below "zero_optimization"'
@@ -243,7 +240,7 @@ _WORKS_WITH_OFFLOAD = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
 
 def _replaces_the_optimizer(run: RunSpec) -> bool:
     """True if ZeRO's offload runs DeepSpeedCPUAdam, whatever `optim` says."""
-    content = deepspeed_file(run) or {}
+    content = run.engine.json or {}
     if not uses_deepspeed(run) or "optimizer" in content or content.get("zero_force_ds_cpu_optimizer") is False:
         return False
     section = mapping(content.get("zero_optimization")).get("offload_optimizer")

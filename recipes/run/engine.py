@@ -79,6 +79,8 @@ class Engine:
     `kind` is single, ddp, deepspeed, fsdp or another of accelerate's distributed types in lower
     case. `source` is the file or argument that names the engine, `raw` the content of its
     Accelerate YAML. `num_processes` comes from the command line, else from the YAML, else None.
+    `json` is the DeepSpeed JSON, None without one; `fsdp` are FSDP's settings, by their names
+    without the prefix `fsdp_`.
     """
 
     kind: str
@@ -92,6 +94,9 @@ class Engine:
     num_processes: int | None = None
     raw: Json = field(default_factory=dict)
     parallelism: Parallelism = Parallelism()
+    json: Json | None = None
+    json_source: str = ""
+    fsdp: Json = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -132,8 +137,7 @@ def from_yaml(path: str | Path) -> Engine:
         parallelism=sizes_of(sizes, str(path), _SIZE) if sizes else Parallelism(),
     )
     if kind == "FSDP":
-        options = {str(key).removeprefix("fsdp_"): value for key, value in _section(raw, "fsdp_config").items()}
-        return _as_fsdp(engine, options.get("version", 1), options.get("offload_params"))
+        return _as_fsdp(engine, _without_prefix(_section(raw, "fsdp_config")))
     return _as_deepspeed(engine, _section(raw, "deepspeed_config")) if kind == "DEEPSPEED" else engine
 
 
@@ -169,7 +173,9 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
         exported = {key: environment[name] for key, name in _DEEPSPEED_VARIABLES.items() if name in environment}
         return _as_deepspeed(engine, exported)
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-        return _as_fsdp(engine, environment.get("FSDP_VERSION", "1"), environment.get("FSDP_OFFLOAD_PARAMS"))
+        section: Json = {key.lower(): value for key, value in environment.items() if key.startswith("FSDP_")}
+        section["transformer_layer_cls_to_wrap"] = section.pop("fsdp_transformer_cls_to_wrap", None)
+        return _as_fsdp(engine, _without_prefix(section))
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return replace(engine, kind="ddp")
     return engine if {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} & set(environment) else None
@@ -187,18 +193,13 @@ def launch_environment(engine: Engine) -> dict[str, str]:
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": steps, **given}
 
 
-def deepspeed_json(section: Json) -> Json | None:
-    """The DeepSpeed JSON that a YAML's section names or holds; None if it cannot be read."""
-    named = section.get("deepspeed_config_file")
-    return named if isinstance(named, dict) else read_json(str(named))[0] if named else None
-
-
 def _as_deepspeed(engine: Engine, section: Json) -> Engine:
     """Add the stage and offload of a YAML's `deepspeed_config`, or of the DeepSpeed JSON it names.
 
     A missing stage counts as 2 in a YAML (accelerate's default) and as 0 in a JSON (DeepSpeed's).
     """
-    named = deepspeed_json(section)
+    file = section.get("deepspeed_config_file")
+    named = file if isinstance(file, dict) else read_json(str(file))[0] if file else None
     content = named or {}
     zero = _section(content, "zero_optimization")
     return replace(
@@ -208,6 +209,8 @@ def _as_deepspeed(engine: Engine, section: Json) -> Engine:
         offload_optimizer=_device(zero.get("offload_optimizer"), section.get("offload_optimizer_device")),
         offload_param=_device(zero.get("offload_param"), section.get("offload_param_device")),
         parallelism=replace(engine.parallelism, autotp=_count(_section(content, "tensor_parallel").get("autotp_size"))),
+        json=named,
+        json_source=file if isinstance(file, str) else "DeepSpeed JSON",
     )
 
 
@@ -217,21 +220,38 @@ def _device(section: object, plain: object) -> str:
     return str(plain or "none").lower()
 
 
-def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
-    """Return the engine with Trainer's own `--fsdp` (`words`) and `--fsdp_config` (`config`).
+# Trainer's defaults with `--fsdp` (`_process_fsdp_args`). These win over an Accelerate YAML.
+_SET_BY_TRAINER = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "min_num_params": 0,
+    "cpu_ram_efficient_loading": False,
+    "reshard_after_forward": True,
+    "state_dict_type": "FULL_STATE_DICT",
+}
 
-    Trainer's FSDP version wins over the launch's. Each of the two can turn on offload.
+
+def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
+    """Return the engine with Trainer's own `--fsdp` (`words`) and `--fsdp_config` (`config`), which
+    win over the launch's settings, but for its offload.
     """
     content = config if isinstance(config, Mapping) else read_json(str(config or ""))[0] or {}
-    section = {str(key).removeprefix("fsdp_"): value for key, value in content.items()}
-    offload = section.get("cpu_offload") or "offload" in str(words).split() or engine.offload_param != "none"
-    return _as_fsdp(engine, section.get("version", 2), offload)
+    own = _without_prefix(content)
+    offload = own.get("cpu_offload") or "offload" in str(words).split() or engine.offload_param != "none"
+    return _as_fsdp(engine, {**engine.fsdp, **_SET_BY_TRAINER, **own, "offload_params": offload})
 
 
-def _as_fsdp(engine: Engine, version: object, offload: object) -> Engine:
-    """Return the engine as FSDP of this version, which offloads both or nothing."""
-    device = "cpu" if str(offload).lower() in ("true", "1") else "none"
-    return replace(engine, kind="fsdp", fsdp_version=_int(version), offload_optimizer=device, offload_param=device)
+def _as_fsdp(engine: Engine, section: Json) -> Engine:
+    """Return the engine as FSDP with these settings. FSDP offloads both states and parameters, or
+    neither. `accelerate launch` defaults to version 1.
+    """
+    device = "cpu" if str(section.get("offload_params")).lower() in ("true", "1") else "none"
+    engine = replace(engine, kind="fsdp", fsdp_version=_int(section.get("version", 1)), fsdp=section)
+    return replace(engine, offload_optimizer=device, offload_param=device)
+
+
+def _without_prefix(section: Mapping[Any, Any]) -> Json:
+    return {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
 
 
 def _section(content: Mapping[str, Any], name: str) -> Json:

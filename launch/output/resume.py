@@ -28,7 +28,7 @@ from launch.output.checkpoints import (
     remove,
 )
 from launch.output.record import Earlier, new_run
-from launch.terminal import memory_size
+from launch.terminal import console, memory_size, print_note
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.run import Json, RunSpec, fingerprints
@@ -119,6 +119,7 @@ def _archive_older_run(run: RunSpec) -> None:
         for item in list(folder.iterdir()):  # not the folder itself, which is locked
             if item.name not in submission.KEPT_HERE:
                 item.rename(archived / item.name)
+    print_note(f"--fresh: the earlier run is now in {archived}", console())
 
 
 # --- Where to resume ------------------------------------------------------------------------------

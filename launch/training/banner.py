@@ -88,7 +88,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
         "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
         "model": f"{name}{from_scratch}, {total:,} parameters{share}",
         "data": data.description,
-        "example": f"{shortened(example)}  (the model learns the text in « »)" if example else "",
+        "example": shortened(example) + "  (the model learns the text in « »)" * ("«" in example),
         "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
         "batch": batch(run),
         "schedule": schedule(run),
@@ -97,6 +97,11 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
         "changed": "\n".join(_changed(run)),
     }
     out.print(_table({name: line for name, line in lines.items() if line}))
+    rows = run.batch.total if run["dataset_streaming"] else len(data.train)  # type: ignore[arg-type]
+    if rows < run.batch.total:
+        kind, fix = ("sequence", "--packing false") if run["packing"] else ("example", "a smaller --global_batch_size")
+        what = f"is {run.batch.total}, but an epoch has only {plural(rows, kind)}: a step trains on all of them"
+        print_problems([Problem("global_batch_size", what, fix, severity="advice")], out)
     if run.local_world_size < len(run.hardware.gpus):
         what = f"uses only {run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')}"
         fix = f"--num_processes {len(run.hardware.gpus) * run.world_size // run.local_world_size}"
@@ -220,6 +225,9 @@ def _next_commands(run: RunSpec) -> Iterable[str]:
         yield f"recipes evaluate {folder} --dataset_name OTHER_DATA"
     if run["use_peft"]:
         yield f"recipes merge {folder}"
+    if run["task"] == "sequence_classification":
+        model = f"{run['output_dir']}/merged" if run["use_peft"] else run["output_dir"]
+        yield f'in Python: transformers.pipeline("text-classification", {model!r})("TEXT")'
 
 
 def _which_model(results: Json, run: RunSpec) -> str:

@@ -98,9 +98,9 @@ def report(error: BaseException, world: World) -> int:
 def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Path | None) -> str:
     """Describe a failure of the machine, the newest saved checkpoint, and how to resume."""
     what, remedy = storage or (str(error), "")
-    if isinstance(error, NotANumber):
-        what += "; a lower learning rate or fp32 usually helps"
-    elif isinstance(error, KeyboardInterrupt):
+    if isinstance(error, NotANumber):  # also in the last checkpoint, perhaps, and a resume keeps the rate
+        return f"{what}. Start again with --fresh, and a lower --learning_rate or --bf16 false --fp16 false"
+    if isinstance(error, KeyboardInterrupt):
         what = "interrupted"
     elif isinstance(error, Failure) and not isinstance(error, (RankHangs, StreamBroke)):
         return what  # nothing was trained, or the message says how to resume

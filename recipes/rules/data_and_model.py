@@ -49,6 +49,10 @@ COMPRESSED = (".gz", ".zst")  # not for Parquet, which is compressed inside
 _SPLIT_FILES = "use a folder with a file for each split, such as train.jsonl and test.jsonl"
 
 
+# A part of a split as `datasets` reads it (arrow_reader._SUB_SPEC_RE).
+_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\](\(\w*\))?)?")
+
+
 def file_kind(path: PurePath) -> str | None:
     """The name of the `datasets` reader for the suffix of a file; None for an unknown suffix."""
     kind = FILE_KINDS.get(path.suffix.lower())
@@ -68,8 +72,10 @@ def the_data_exists(run):
             what = f"there is no file that matches {part.name}"
             yield Problem("dataset_name", what, "write a pattern that matches files")
         elif part.name.startswith((".", "/", "~")) or file_kind(Path(part.name)):
-            what = f"there is no file or folder {part.name}"
-            yield Problem("dataset_name", what, "give the path of an existing file or folder")
+            what, name = f"there is no file or folder {part.name}", Path(part.name).name
+            beside = {path.name: str(path) for path in expanded(part.name).parent.glob("*")}
+            fix = beside.get(nearest(name, beside), "give the path of an existing file or folder")
+            yield Problem("dataset_name", what, fix)
 
 
 @rule_of_train_py
@@ -100,7 +106,9 @@ def the_splits_can_be_read(run):
         asked |= {"dataset_test_split": run["dataset_test_split"] or "train"} if evaluates else {}
         for name, split in asked.items():
             pieces = {piece.partition("[")[0].strip() for piece in split.split("+")}
-            if pieces - {"train"} and part in files:
+            if not all(_SPLIT.fullmatch(piece.strip()) for piece in split.split("+")):
+                yield Problem(name, f"{split!r} is no split", "write train, train[:80%], train[100:200] or train+test")
+            elif pieces - {"train"} and part in files:
                 fix = "train" if run["dataset_streaming"] else "train, or a slice of it: 'train[:95%]'"
                 yield Problem(name, f"there is no split {split!r}: {has}", fix)
             elif run["dataset_streaming"] and re.search(r"[\[+]", split):

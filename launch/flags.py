@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 
@@ -24,7 +27,8 @@ class Parser(argparse.ArgumentParser):
         """Add an argument for each line of `table`. The command calls `run` with the options.
 
         Two spaces separate the argument from its help. An argument is `NAME`, `[NAME]` (optional),
-        `--flag NAME`, or `--flag` for a switch. N is a whole number from 1; GB is any number.
+        `--flag NAME`, or `--flag` for a switch. N is a whole number from 1, GB and SHARE are
+        numbers above 0.
         """
         for line in table.strip().splitlines():
             usage, _, help_text = line.strip().partition("  ")
@@ -57,7 +61,18 @@ def whole(text: str) -> int:
     return int(text)
 
 
-_KINDS: dict[str, Callable[[str], Any]] = {"N": count, "GB": float, "GB/s": float, "SHARE": float}
+def amount(text: str, most: float = math.inf) -> float:
+    """Read a number above 0, and at most `most`."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) <= most and math.isfinite(number):
+            return number
+    limit = "" if math.isinf(most) else f" and at most {most:g}"
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0{limit}")
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "N": count, "GB": amount, "GB/s": amount, "SHARE": partial(amount, most=1),
+}  # fmt: skip
 
 
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:

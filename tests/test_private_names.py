@@ -17,6 +17,7 @@ from tests.test_rooms import files
 
 # Module or class -> its private names; or of a private module, a name that is used.
 NAMES = {
+    "torch": "_grouped_mm",
     "transformers.Trainer": """
         _determine_best_metric _evaluate _finalize_training _get_num_items_in_batch _get_output_dir _get_train_sampler
         _init_training_state _issue_warnings_after_load _load_best_model _load_callback_state _maybe_log_save_evaluate

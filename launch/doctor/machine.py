@@ -95,7 +95,7 @@ class Request:
 def examine(request: Request) -> Iterator[Check]:
     """Run the checks in the order in which they are printed."""
     of_gpus = (visible_gpus, driver_of_gpus, gpu_memory)
-    own = (limits, host_memory, disk, caches, shared_memory, cores, compiler)
+    own = (limits, host_memory, disk, shared_memory, cores, compiler)
     yield from filter(None, (check(request) for check in (versions, *of_gpus, *own)))
 
 
@@ -285,27 +285,16 @@ def host_memory(request: Request) -> Check:
 
 
 def disk(request: Request) -> Check:
-    """Check the space where a run writes by default, and where libraries put temporary files."""
+    """Report the free space where a run writes by default, where libraries put temporary files, and
+    in Hugging Face's caches; of a missing folder, the space of its parent.
+    """
     try:
-        places = [Path.cwd(), Path(tempfile.gettempdir())]
+        places = [Path.cwd(), Path(tempfile.gettempdir()), hf_home(os.environ).absolute()]
     except FileNotFoundError:
         return Check("error", "disk", "no folder for temporary files is writable", "set TMPDIR to a writable folder")
-    fix = "make room, or choose a writable --output_dir or TMPDIR on another disk"
-    return _room("disk", places, fix, "limit the checkpoints (--save_total_limit): each takes 12 bytes per parameter")
-
-
-def caches(request: Request) -> Check:
-    """Check the free space for models and data sets in Hugging Face's folders, existing or not."""
-    names = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
-    places = [hf_home(os.environ).absolute(), *(Path(os.environ[name]) for name in names if os.environ.get(name))]
-    fix = f"export HF_HOME=FOLDER with a writable folder that has space (also {' and '.join(names)}, if they are set)"
-    return _room("HF_HOME", places, fix, "make room: a model of 7B parameters takes 15 GB")
-
-
-def _room(title: str, places: list[Path], fix: str, advice: str) -> Check:
-    """Report the free space of these folders; of a missing folder, the space of its parent. A
-    folder that is not writable is an error.
-    """
+    places += [Path(os.environ[name]) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE") if os.environ.get(name)]
+    fix = "make room, or name a writable folder: --output_dir, export TMPDIR=FOLDER, export HF_HOME=FOLDER (also "
+    fix += "HF_HUB_CACHE and HF_DATASETS_CACHE, if they are set)"
     free = {}
     for place in dict.fromkeys(places):
         try:
@@ -313,14 +302,15 @@ def _room(title: str, places: list[Path], fix: str, advice: str) -> Check:
             there = next(one for one in (place, *place.parents) if one.exists())
             free[str(place)] = shutil.disk_usage(there).free
         except OSError as error:
-            return Check("error", title, f"{place} cannot be written: {error.strerror}", fix)
+            return Check("error", "disk", f"{place} cannot be written: {error.strerror}", fix)
     words = ", ".join(f"{memory_size(size)} free in {name}" for name, size in free.items())
     known = numbers(**{name: (size, "bytes") for name, size in free.items()})
     if min(free.values()) < _GIB:
-        return Check("error", title, words, fix, known)
+        return Check("error", "disk", words, fix, known)
     if min(free.values()) < 10 * _GIB:
-        return Check("warning", title, words, advice, known)
-    return Check("ok", title, words, numbers=known)
+        advice = "make room: a model of 7B takes 15 GB, a checkpoint 12 bytes per parameter (--save_total_limit)"
+        return Check("warning", "disk", words, advice, known)
+    return Check("ok", "disk", words, numbers=known)
 
 
 ENLARGE = (

@@ -63,14 +63,18 @@ def interfaces() -> dict[str, str]:
 
 
 def own_interface(request: Request) -> tuple[str, str]:
-    """Return the address and the interface by which this node reaches node 0; "" if unknown.
+    """Return the address and the interface by which this node reaches node 0; "" if unknown. Node
+    0's own name may lead to loopback: return its first other interface.
 
     Connecting a UDP socket sends no packet.
     """
+    known = {address: name for name, address in interfaces().items()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
         asking.connect((request.address, request.port))
         own = asking.getsockname()[0]
-        return own, next((name for name, address in interfaces().items() if address == own), "")
+        if own.startswith("127.") and not request.address.startswith("127."):
+            own = next((address for address in known if not address.startswith("127.")), own)
+        return own, known.get(own, "")
     return "", ""
 
 
@@ -249,8 +253,10 @@ def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
         failed = [node for node, one in enumerate(nodes) if one["fatal"] and node != request.machine_rank]
         if failed or fatal:
             return failed_elsewhere(failed) if failed else None
-        after = nodes[(request.machine_rank + 1) % request.nodes]
-        found = meeting.say(_ANSWER_SECONDS, {"lost": _lost(after["address"], after["ports"], device)})
+        following = (request.machine_rank + 1) % request.nodes
+        # Node 0 may not know how others reach it: Debian resolves a machine's name to 127.0.1.1.
+        address = nodes[following]["address"] if following else request.address
+        found = meeting.say(_ANSWER_SECONDS, {"lost": _lost(address, nodes[following]["ports"], device)})
     for node, one in enumerate(found):
         if one is None:
             return f"node {node} stopped answering while its link was tried", "run `recipes doctor` on every node again"

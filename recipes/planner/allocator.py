@@ -36,6 +36,7 @@ SMALL = 1 * MIB  # kSmallSize: requests up to this size come from the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: the size of the small pool's segments
 LARGE_SEGMENT = 20 * MIB  # large_segment_size_: the size of segments for requests below MIN_LARGE
 MIN_LARGE = 10 * MIB  # kMinLargeAlloc: a request of at least this size gets a segment of its own size
+_ENDLESS = 1 << 60
 ROUND_LARGE = 2 * MIB  # kRoundLarge: the size of such a segment is rounded up to a multiple of this
 
 _DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
@@ -73,40 +74,47 @@ Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size cl
 
 
 class Allocator:
-    """Count bytes as torch.cuda.memory_allocated and memory_reserved do, and keep the peaks.
+    """Count bytes as torch.cuda.memory_allocated and memory_reserved do.
 
-    An `expandable` allocator has one segment for each size class, which grows at its end.
+    An `expandable` allocator has one endless segment for each size class, of which the part up to
+    the farthest block so far is reserved.
     """
 
     def __init__(self, expandable: bool = False) -> None:
         self.expandable = expandable
-        self._ends: dict[int, Block] = {}  # the last block of each expandable segment, by its pool's id
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.allocated = self.peak_allocated = self.reserved = 0  # what is reserved stays reserved
         self._small: Pool = []
         self._large: Pool = []
         self._next_address = 0
+        self._reached = {SMALL_SEGMENT: 0, LARGE_SEGMENT: 0}  # bytes reserved in expandable segments
+        for pool in (self._small, self._large) if expandable else ():
+            _cache(self._segment(pool, _ENDLESS))
 
     def allocate(self, size: int) -> Block:
         """Return a block for `size` bytes."""
         size = max(ROUNDING, _up(size, ROUNDING))
-        pool = self._small if size <= SMALL else self._large
+        pool, least = (self._small, SMALL_SEGMENT) if size <= SMALL else (self._large, LARGE_SEGMENT)
         # Take the smallest cached block that is large enough; of equal blocks, the lowest address.
         at = bisect_left(pool, (size,))
-        if self.expandable and at + 1 < len(pool) and pool[at][2].after is None:
-            at += 1  # the last block can grow, so it counts as the largest
-        block = pool.pop(at)[2] if at < len(pool) else self._new(pool, size)
+        if at == len(pool):
+            segment = least if size < MIN_LARGE else _up(size, ROUND_LARGE)
+            self.reserved += segment
+            _cache(self._segment(pool, segment))
+        block = pool.pop(at)[2]
         remaining = block.size - size
-        if remaining > SMALL or (remaining and pool is self._small):
+        if remaining > SMALL or (remaining and (self.expandable or pool is self._small)):
             rest = Block(block.address + size, remaining, pool)
             rest.before, rest.after = block, block.after
             if block.after:
                 block.after.before = rest
             block.after, block.size = rest, size
             _cache(rest)
-            self._note_end(rest)
         block.allocated = True
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.expandable:
+            self._reached[least] = max(self._reached[least], _up((block.address + size) % _ENDLESS, least))
+            self.reserved = sum(self._reached.values())
         return block
 
     def free(self, block: Block) -> None:
@@ -124,40 +132,11 @@ class Allocator:
             if block.after:
                 block.after.before = block
         _cache(block)
-        self._note_end(block)
 
-    def _new(self, pool: Pool, size: int) -> Block:
-        """Reserve a segment and return it as one block."""
-        least = SMALL_SEGMENT if pool is self._small else LARGE_SEGMENT
-        if self.expandable:
-            return self._longer(pool, size, least)
-        segment = least if size < MIN_LARGE else _up(size, ROUND_LARGE)
-        self.reserved += segment
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._next_address += segment
-        return Block(self._next_address - segment, segment, pool)
-
-    def _longer(self, pool: Pool, size: int, step: int) -> Block:
-        """Let the pool's segment grow, and return its last block, of at least `size` bytes."""
-        last = self._ends.get(id(pool))
-        free = last if last and not last.allocated else None
-        grown = _up(size - (free.size if free else 0), step)
-        self.reserved += grown
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        if free:
-            _uncache(free)
-            free.size += grown
-            return free
-        start = last.address + last.size if last else (pool is self._small) << 60  # far from the other pool
-        block = Block(start, grown, pool, before=last)
-        if last:
-            last.after = block
-        self._note_end(block)
-        return block
-
-    def _note_end(self, block: Block) -> None:
-        if self.expandable and block.after is None:
-            self._ends[id(block.pool)] = block
+    def _segment(self, pool: Pool, size: int) -> Block:
+        """Return a new segment as one block."""
+        self._next_address += size
+        return Block(self._next_address - size, size, pool)
 
 
 def _cache(block: Block) -> None:
@@ -250,7 +229,7 @@ class Requests:
         _UNCERTAIN, and the bytes that this growth adds to the allocations are subtracted.
         """
         exact, larger = self.replay(), self.replay(1 + _UNCERTAIN)
-        return max(exact.peak_reserved, larger.peak_reserved - (larger.peak_allocated - exact.peak_allocated))
+        return max(exact.reserved, larger.reserved - (larger.peak_allocated - exact.peak_allocated))
 
     def replay(self, larger: float = 1, expandable: bool = False) -> Allocator:
         """Replay all events and return the allocator. Large requests of steps grow by `larger`."""
@@ -281,7 +260,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
     requests = requests_of(memory, states)
     if memory.run["expandable_segments"]:
         found = requests.replay(expandable=True)
-        idle = found.peak_reserved - found.peak_allocated
+        idle = found.reserved - found.peak_allocated
         if memory.kind == "fsdp":  # gradients come from the stream of reduce-scatters, whose pool stays
             idle += max(0, memory.gradients - states.gradients)
         return replace(states, cached=min(idle, limit - states.total))

@@ -29,11 +29,7 @@ _IN_FP32_ON_CUDA = {
 }  # fmt: skip
 _SOFTMAX = {_F.softmax, torch.softmax, _T.softmax}
 # Mixtures of experts call these functions. On fake tensors, torch's own versions refuse fp32.
-_GROUPED_MATMULS = {
-    function
-    for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
-    if function is not None
-}
+_GROUPED_MATMULS = {_F.grouped_mm, torch._grouped_mm}
 
 
 class Operations(TorchFunctionMode):

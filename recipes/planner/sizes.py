@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.errors import mistake, one_line
@@ -103,7 +102,7 @@ SHAPES = {shape.source: shape for shape in PUBLIC}
 
 def is_size(model: str) -> bool:
     """True if the model is given as a number of parameters, such as 7B."""
-    return not Path(model).exists() and bool(re.fullmatch(r"\d+(\.\d+)?[A-Za-z]?", model))
+    return existing_path(model) is None and bool(re.fullmatch(r"\d+(\.\d+)?[A-Za-z]?", model))
 
 
 def _shape_of(model: str) -> tuple[Shape, Shape]:

@@ -105,7 +105,7 @@ COLUMNS = {one.name: str(one.type) for one in fields(Timing)}  # each with its t
 
 _RATES = {"samples_per_second": "samples", "tokens_per_second": "tokens"}  # columns that may replace epoch_time
 _OF_A_RATE = 1000  # a row with only a throughput becomes the time of this many samples or tokens
-_POSITIVE = ("num_processes", "epoch_time", "samples", "step_time", "global_batch", *_RATES)
+_POSITIVE = ("num_processes", "epoch_time", "samples", "step_time", "tokens", "global_batch", *_RATES)
 _EXAMPLE = "give a .csv whose first line is num_processes,epoch_time,samples, or the .jsonl of recipes scale run"
 
 

@@ -35,6 +35,13 @@ def test_train_py_lists_every_setting(capsys):
     assert [name for name in legal.settings() if f"--{name}" not in printed] == []
 
 
+@pytest.mark.parametrize("words", ["--gpu_memory nan", "--gpu_memory -5", "--bandwidth inf", "--mfu 40", "--mfu x"])
+def test_a_plan_is_for_possible_numbers(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--model", "7B", *words.split()])
+    assert "is not a number above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("words", "why"), [("list", "unrecognized arguments: "), ("submit slurm", "come after --")])
 def test_an_unknown_flag_is_refused(words, why, capsys):
     with pytest.raises(SystemExit) as end:

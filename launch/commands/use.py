@@ -18,6 +18,7 @@ from launch.host.world import World, prepare_process, process_group
 from launch.output.checkpoints import model_notes, numbered
 from launch.terminal import console, memory_size, plural, print_note, print_table
 from recipes.errors import UserError, mistake, one_line
+from recipes.mixture import title
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.rules.facts import mixed_precision
@@ -86,6 +87,9 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     if not run["dataset_test_split"]:
         what = "the run has no held-out data to evaluate on"
         raise mistake("dataset_name", what, "add --dataset_name FILE_OR_ID: other data with the same columns")
+    recorded_data = recorded.read(_record_of(folder), "FOLDER").get("data")
+    if not other and fingerprints.differ(recorded_data, fingerprints.of_data(run["dataset_name"])):
+        print_note(f"{title(run['dataset_name'])} has changed since the run", console(stderr=True))
     require_legal(run)
     prepare_process(run)
     from launch.data.load import load_data

@@ -23,11 +23,11 @@ Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 Spans = list[tuple[int, int]]  # begin and end of each piece, in characters
 
-# ShareGPT's roles, LLaMA-Factory's roles for tool calls and tool results, and the usual roles.
+# The usual roles, ShareGPT's, and LLaMA-Factory's for tool calls and tool results.
 ROLES = {
+    "user": "user", "assistant": "assistant", "system": "system", "developer": "developer", "tool": "tool",
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool",
-    "user": "user", "assistant": "assistant", "system": "system", "developer": "developer", "tool": "tool",
 }  # fmt: skip
 _ANSWERS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # the fields that an answer may fill
 _MESSAGES = 'write a list of {"role": ..., "content": ...} in every row'
@@ -99,7 +99,7 @@ def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
     speaker = message.get("role")
     role = ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
     if role is None or (role not in ROLES.values() and role not in str(tokenizer.chat_template)):
-        what = f"has a message with the role {speaker!r}, which the chat template does not know: {_short(turn)}"
+        what = f"has a message with the role {speaker!r}, which is unknown: {_short(turn)}"
         raise mistake("dataset_name", what, "use one of " + ", ".join(ROLES))
     message["role"] = role
     if speaker == "function_call":

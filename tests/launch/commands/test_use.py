@@ -41,6 +41,13 @@ def test_the_evaluation_of_a_run_has_the_loss_that_the_run_reported(adapter, cap
     assert evaluated(capsys, adapter) == pytest.approx(recorded["eval_loss"], abs=1e-4)
 
 
+def test_an_evaluation_says_that_the_data_have_changed_since_the_run(adapter, texts, tmp_path, capsys):
+    shutil.copytree(adapter, tmp_path / "run")
+    record = json.loads((adapter / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "data": "sha256-of-other-rows"}))
+    assert f"{texts} has changed since the run" in answered(capsys, "evaluate", tmp_path / "run")[1]
+
+
 def test_other_data_are_evaluated_whole_unless_a_split_is_named(adapter, texts, tmp_path, capsys):
     half = tmp_path / "half.jsonl"
     half.write_text("".join(texts.read_text().splitlines(keepends=True)[:128]))

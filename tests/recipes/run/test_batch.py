@@ -24,7 +24,9 @@ def test_a_batch_that_cannot_be_split_is_refused_with_batches_that_can(total, wo
     try:
         assert split(total, world, cap, **sizes).total == total
     except UserError as error:
-        suggestions = [int(word) for word in error.problems[0].fix.split() if word.isdigit()]
+        totals, _, micro = error.problems[0].fix.partition("; or --per_device_train_batch_size ")
+        assert not micro or split(total, world, cap, micro=int(micro)).total == total
+        suggestions = [int(word) for word in totals.split() if word.isdigit()]
         assert suggestions and all(split(size, world, cap, **sizes).total == size for size in suggestions)
 
 

@@ -360,10 +360,18 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
         yield Problem("attn_implementation", f"{name} is not supported by {cls.__name__}", _LEAVE_OUT)
     layers = run.engine.fsdp.get("transformer_layer_cls_to_wrap") if uses_fsdp(run) else None
     layers = layers.split(",") if isinstance(layers, str) else layers or []
-    known = sorted(getattr(cls, "_no_split_modules", None) or ())
+    names = (getattr(one, "_no_split_modules", None) for one in (cls, _base_of(cls)))
+    known = sorted(next(filter(None, names), ()))
     for layer in (layer for layer in layers if known and not hasattr(sys.modules[cls.__module__], layer)):
         what = f"transformer_layer_cls_to_wrap: {layer} is not a part of {cls.__name__}"
         yield in_yaml(run, "fsdp_config", what, nearest(layer, known) or ", ".join(known))
+
+
+def _base_of(cls: type) -> type | None:
+    """The model without a head, which names its layers in place of the classes with heads."""
+    from transformers import AutoModel
+
+    return AutoModel._model_mapping.get(getattr(cls, "config_class", None), None)
 
 
 # --- Rules of one expression ----------------------------------------------------------------------

@@ -227,4 +227,5 @@ def test_layers_to_wrap_that_a_class_does_not_have_are_refused_with_its_own(tmp_
     written = fsdp("fsdp_version: 2", "fsdp_transformer_layer_cls_to_wrap: GPT2Block")
     place = {"yaml": written, "hardware": machine(A100, 2)}
     assert of_class("", "LlamaForCausalLM", tmp_path, monkeypatch, **place) == [("fsdp_config", "LlamaDecoderLayer")]
+    assert of_class("", "BertForSequenceClassification", tmp_path, monkeypatch, **place)
     assert not of_class("", "GPT2LMHeadModel", tmp_path, monkeypatch, **place)

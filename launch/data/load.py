@@ -122,7 +122,8 @@ def _rows(
             total, length = lengths_of(together).sum(), run["max_length"]
             what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
             raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
-    return rows, str(rows) + (f", {left_out:,} left out: nothing to learn in them" if left_out else "")
+    why = "their text or answer is missing, empty or cut off"
+    return rows, str(rows) + (f", {left_out:,} left out: {why}" if left_out else "")
 
 
 # --- Examples as a person reads them --------------------------------------------------------------

@@ -352,8 +352,9 @@ def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]
     """Yield changes in the order to try: recipe, changed flags (None drops a flag), and cost."""
     checkpointed = {"gradient_checkpointing": True}
     lora = {**checkpointed, "use_peft": True}
-    qlora = {**lora, "load_in_4bit": True}
-    in_16_bits = {**lora, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16"}
+    rate = {} if asked.explicit("learning_rate") or asked["use_peft"] else {"learning_rate": 2e-4}  # Hu et al. 2021
+    qlora = {**lora, "load_in_4bit": True, **rate}
+    in_16_bits = {**lora, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16", **rate}
     recomputed = "a third more compute (two forward passes)"
     shared = "parameters are gathered, and gradients scattered, in every micro-batch"
     several = asked.world_size > 1  # one GPU has nothing to shard
@@ -369,7 +370,7 @@ def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]
     yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam is not slower in published figures"
     yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"
     yield "memory_zero3", {"optim": None}, f"{recomputed}; Adam and parameters on the host: {{host}}"
-    yield "standard", lora, "none: frozen weights save as much as the second forward pass costs"
+    yield "standard", {**lora, **rate}, "none: frozen weights save as much as the second forward pass costs"
     if not asked["load_in_4bit"]:  # frozen weights are not in 4 bits already
         yield "standard", in_16_bits, "none; frozen weights in 16 bits"
         if several:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.flags import Commands
+from launch.host.files import writing
 from launch.host.world import World, prepare_process, process_group
 from launch.output.checkpoints import model_notes, numbered
 from launch.terminal import console, memory_size, plural, print_note, print_table
@@ -214,14 +215,12 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print_note(f"logits of {compared}, more than {limit:g} in {dtype}: nothing was written", out)
         return 1
     merged.config.use_cache = merged.config.get_text_config().use_cache = True  # training turns the cache off
-    try:
+    with writing(output, "output", "choose another --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as beside:
             for part in (merged, tokenizer):  # the model with its generation config
                 part.save_pretrained(Path(beside, "whole"))
             Path(beside, "whole").rename(output)
-    except OSError as error:
-        raise mistake("output", f"{output} cannot be written: {error.strerror}", "choose another --output") from None
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
     lines = [f"merged   {folder}, based on {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
     out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)

@@ -36,9 +36,9 @@ from tqdm import tqdm
 from launch.data import sources
 from launch.data.encode import IGNORED, Tokens, encode_rows
 from launch.data.sources import Source
-from launch.host.files import write_whole
+from launch.host.files import write_whole, writing
 from recipes import __version__
-from recipes.errors import UserError, mistake
+from recipes.errors import UserError
 from recipes.mixture import Part, parts_of_run
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
@@ -187,11 +187,9 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
         return found
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)  # the node's first rank begins, so that it also reports mistakes
-    try:
+    fix = "set HF_HOME in the environment to a writable folder"
+    with writing(f"the folder for tokens, {folder},", "HF_HOME", fix):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = f"the tokens cannot be written to {folder}: {error.strerror}"
-        raise mistake("HF_HOME", what, "set HF_HOME in the environment to a writable folder") from None
     with FileLock(folder / "lock"):
         return _open(folder, run, part) or _make(folder, run, tokenizer, part, commit)
 

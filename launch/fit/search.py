@@ -18,7 +18,7 @@ import psutil
 
 from launch import terminal
 from launch.host import memory, processes
-from launch.host.files import require_writable
+from launch.host.files import require_writable, writing
 from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World, early_store, launched, prepare_process, process_group
 from launch.output import record
@@ -69,12 +69,9 @@ def _start(run: RunSpec) -> Json:
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):
         return {"kept": kept}
-    try:  # check the folder now, not after all probes
+    with writing(folder):  # check the folder now, not after all probes
         folder.mkdir(parents=True, exist_ok=True)
         require_writable(folder)
-    except OSError as error:
-        what = f"{folder} cannot be written: {error.strerror}"
-        raise mistake("output_dir", what, "choose a writable folder") from None
     limit = psutil.virtual_memory().available // run.local_world_size
     if run.hardware.gpus:
         limit = min(gpu.memory_bytes for gpu in run.hardware.gpus)

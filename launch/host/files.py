@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.errors import one_line
+from recipes.errors import mistake, one_line
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -53,6 +54,15 @@ def require_writable(folder: Path, size: int = 1) -> None:
         folder = folder.parent
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as probe:
         probe.write(bytes(size))
+
+
+@contextlib.contextmanager
+def writing(place: object, flag: str = "output_dir", fix: str = "choose a writable folder") -> Iterator[None]:
+    """Turn an `OSError` in this block, which writes to `place`, into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise mistake(flag, f"{place} cannot be written: {error.strerror}", fix) from None
 
 
 class _Unheard(io.FileIO):

@@ -12,6 +12,7 @@ from pathlib import Path
 from shlex import join
 from types import FrameType
 
+from launch.host.files import writing
 from launch.host.processes import start
 from launch.host.secrets import without_secrets
 from launch.host.signals import EXIT_CODE, PASSED_ON
@@ -94,12 +95,9 @@ def run_script(text: str, job: Job) -> int:
     """
     record.forget_out_of_memory(job.folder)  # left by an earlier run
     path = job.folder / LOCAL_LOG
-    try:
+    with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("ab")
-    except OSError as error:
-        what = f"{path.parent} cannot be written: {error.strerror}"
-        raise mistake("output_dir", what, "choose a writable folder with --output_dir") from None
     with log:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,6 +15,7 @@ from shlex import join, quote
 from typing import Any
 
 from launch.flags import Parser, add_fields, given
+from launch.host.files import writing
 from launch.jobs.azure import Azure
 from launch.jobs.job import Job, Target, checked_job, last_line
 from launch.jobs.local import Local, is_written
@@ -84,14 +85,11 @@ def _show(text: str, job: Job, target: Target, file: str | None) -> int:
         sys.stdout.write(text)
         return 0
     path = Path(file)
-    try:
+    with writing(file, "output", "choose another name, or a writable folder"):
         if not path.exists() and (code := target.stage(job, path.parent)):
             print(f"the job's code is in {code}")
         with path.open("x", encoding="utf-8", errors="surrogateescape") as stream:  # an existing file stays
             stream.write(text)
-    except OSError as error:
-        fix = "choose another name, or a writable folder"
-        raise mistake("output", f"{file} cannot be written: {error.strerror}", fix) from None
     print(f"written to {file}")
     return 0
 

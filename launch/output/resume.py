@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from launch.host.files import require_writable
+from launch.host.files import require_writable, writing
 from launch.host.world import World
 from launch.output import other_world, record, submission
 from launch.output.checkpoints import (
@@ -51,22 +51,12 @@ def output_folder(run: RunSpec, world: World) -> Iterator[None]:
 
 def _make_and_lock(run: RunSpec) -> int:
     """Create and lock the output folder. Returns the file descriptor that holds the lock."""
-    with _writing(run):
+    with writing(run["output_dir"]):
         Path(run["output_dir"]).mkdir(parents=True, exist_ok=True)
         require_writable(Path(run["output_dir"]))
     handle = _locked(run, fcntl.LOCK_EX)
     record.forget_out_of_memory(Path(run["output_dir"]))
     return handle
-
-
-@contextlib.contextmanager
-def _writing(run: RunSpec) -> Iterator[None]:
-    """Turn an `OSError` in this block into a `UserError` about the output folder."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{run['output_dir']} cannot be written: {error.strerror}"
-        raise _refused(run, what, "choose a writable --output_dir") from None
 
 
 def _refused(run: RunSpec, what: str, fix: str, name: str = "output_dir") -> UserError:
@@ -113,7 +103,7 @@ def _archive_older_run(run: RunSpec) -> None:
     if Path.cwd().is_relative_to(folder):
         what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
         raise _refused(run, what, "use another --output_dir, or start from another folder")
-    with _writing(run):
+    with writing(run["output_dir"]):
         archived = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
         archived.mkdir()
         for item in list(folder.iterdir()):  # not the folder itself, which is locked
@@ -135,7 +125,7 @@ def look_ahead(run: RunSpec) -> Earlier | None:
     folder = Path(run["output_dir"])
     if run["measure"]:
         require_room(run["measure"])
-    with _writing(run):
+    with writing(run["output_dir"]):
         require_writable(folder)
     if folder.is_dir():
         os.close(_locked(run, fcntl.LOCK_SH))

@@ -17,7 +17,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from launch.flags import Commands
-from launch.host.files import write_whole
+from launch.host.files import write_whole, writing
 from launch.scaling import plots
 from launch.scaling.plots import Picture
 from launch.scaling.run import TIMINGS
@@ -87,11 +87,9 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
     content = {f"{stem}.{one}": data for stem, picture in drawn.items() for one, data in picture.files.items()}
     # The texts name folders, and the name of a folder may not be UTF-8.
     content |= {name: written.encode(errors="backslashreplace") for name, written in texts.items()}
-    try:
+    with writing(folder, "output"):
         for name, data in content.items():
             write_whole(folder / name, data)
-    except OSError as error:
-        raise mistake("output", f"{folder} cannot be written: {error.strerror}", "choose a writable folder") from None
     return [folder / name for name in content]
 
 

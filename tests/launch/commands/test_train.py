@@ -86,4 +86,4 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_model, texts, tmp_path, ca
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
     assert main(["prepare", *model_flags(tiny_model, texts)]) == 2
     said = capsys.readouterr().err
-    assert "HF_HOME: the tokens cannot be written to" in said and "Not a directory" in said
+    assert "HF_HOME: the folder for tokens, " in said and "Not a directory" in said

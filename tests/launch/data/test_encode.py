@@ -225,7 +225,7 @@ def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tok
     """However many such rows are tokenized together."""
     without, row = NO_ANSWER[name]
     data = load_data(run_with(dataset_name=jsonl(tmp_path, [*without * 150, row]), **chosen), tokenizer)
-    assert len(data.train) == 1 and "300 left out: nothing to learn" in data.description
+    assert len(data.train) == 1 and "300 left out: their text or answer is missing" in data.description
 
 
 # --- Texts, prompts and completions ---------------------------------------------------------------

@@ -149,6 +149,10 @@ def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
     return Earlier()
 
 
+# A finished run with other values of these is still the model that was asked for, or ends sooner.
+_NO_OTHER_MODEL = ("logging_steps", "save_steps", "eval_steps", "max_steps", "num_train_epochs")
+
+
 def _finished(run: RunSpec, old: Json) -> Earlier | None:
     """Return the run that the folder holds if it is finished and this run asks for nothing more.
     Raises `UserError` if this run can neither begin nor continue in the folder.
@@ -169,6 +173,9 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
     kept, course = _changes(run, old)
     notes = model_notes(folder, old["model_files"])
     for name, (then, now) in (kept | course).items():
+        if run.explicit(name) and name not in _NO_OTHER_MODEL:
+            what = f"{folder} holds a finished run with {name} {then}, not {now}"
+            raise _refused(run, what, "use another --output_dir, or --fresh to archive that run", name)
         notes.append(f"not trained, because the run has finished: {name} {now} (was {then})")
     return Earlier(finished=True, step=old["global_step"], notes=notes)
 

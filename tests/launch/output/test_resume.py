@@ -313,8 +313,10 @@ def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(f
     outcome = train_here(tiny_model, texts, finished, *SIX_STEPS, "--packing")
     assert outcome.code == 2 and "with packing False, not True" in outcome.output
     outcome = train_here(tiny_model, texts, finished, *other("--seed", "7"))
+    assert outcome.code == 2 and "holds a finished run with seed 42, not 7" in outcome.output
+    outcome = train_here(tiny_model, texts, finished, *other("--logging_steps", "3"))
     assert outcome.code == 0 and "nothing to train" in outcome.output
-    assert "not trained, because the run has finished: seed 7 (was 42)" in outcome.output
+    assert "not trained, because the run has finished: logging_steps 3" in outcome.output
     outcome = train_here(tiny_model, texts, finished.with_name("new"), "--dataset_text_field", "nowhere")
     assert outcome.code == 2 and not finished.with_name("new").exists()
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before

@@ -90,7 +90,9 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
         raise mistake("dataset_name", what, "add --dataset_name FILE_OR_ID: other data with the same columns")
     recorded_data = recorded.read(_record_of(folder), "FOLDER").get("data")
     if not other and fingerprints.differ(recorded_data, fingerprints.of_data(run["dataset_name"])):
-        print_note(f"{title(run['dataset_name'])} has changed since the run", console(stderr=True))
+        print_note(
+            f"{title(run['dataset_name']) or 'the standard library'} has changed since the run", console(stderr=True)
+        )
     require_legal(run)
     prepare_process(run)
     from launch.data.load import load_data

@@ -120,10 +120,15 @@ def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
 
     torch ends the other ranks by SIGTERM, after which a rank of train.py exits with 75. A rank that
     lost its connection to the failed rank exits with 1, perhaps before torch saw that rank end.
+    Times are whole seconds.
     """
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    late = {-signal.SIGTERM: 2, EXIT_CODE: 2, 1: 1}
-    rank = min(codes, key=lambda rank: (late.get(codes[rank], 0), error.failures[rank].timestamp))
+    late = {-signal.SIGTERM: 2, EXIT_CODE: 1, 1: 1}
+
+    def order(rank: int) -> tuple[int, int, bool]:
+        return late.get(codes[rank], 0), error.failures[rank].timestamp, codes[rank] == EXIT_CODE
+
+    rank = min(codes, key=order)
     return rank, codes[rank]
 
 

@@ -173,7 +173,8 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
     kept, course = _changes(run, old)
     notes = model_notes(folder, old["model_files"])
     for name, (then, now) in (kept | course).items():
-        if run.explicit(name) and name not in _NO_OTHER_MODEL:
+        was_resumed = name in kept and len(old.get("sessions", [])) > 1  # then this flag may have been given before
+        if run.explicit(name) and name not in _NO_OTHER_MODEL and not was_resumed:
             what = f"{folder} holds a finished run with {name} {then}, not {now}"
             raise _refused(run, what, "use another --output_dir, or --fresh to archive that run", name)
         notes.append(f"not trained, because the run has finished: {name} {now} (was {then})")
@@ -322,9 +323,9 @@ def _asks_for_more(run: RunSpec, old: Json) -> bool:
     """True if this run trains longer than the finished run did, or may train longer."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
-        return run["max_steps"] == -1 or run["max_steps"] > old["global_step"]
+        return run["max_steps"] <= 0 or run["max_steps"] > old["global_step"]
     then, now = changed.get("num_train_epochs", (0, 0))
-    return run["max_steps"] == -1 and now > then
+    return run["max_steps"] <= 0 and now > then
 
 
 def _changes(run: RunSpec, old: Json) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:

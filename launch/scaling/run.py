@@ -94,6 +94,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if options.apply is None:
         name = options.name or name_of(checked_job(None, argv, Local().place(1)).run)
         found = points(argv, options.scaling, sizes=options.num_processes, recipes=options.recipe)
+        _refuse_another_training(file, name, argv)
     else:
         if argv:
             raise mistake(argv[0], "does not go with --apply, which repeats the measured runs", f"leave {argv[0]} out")
@@ -149,6 +150,18 @@ def points(
 def _all_sizes() -> list[int]:
     gpus = len(read_hardware().gpus)
     return [size for size in (1, 2, 4, 8, 16) if size <= max(2, gpus)] if gpus != 1 else [1]
+
+
+def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
+    """Raise `UserError` if the file holds another training with this name.
+
+    The analysis treats rows with the same name as one training.
+    """
+    earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
+    if earlier - {shlex.join(argv)}:
+        then, now = next(iter(earlier)), shlex.join(argv)
+        what = f"{file} holds timings of {name} with {then or 'no flags'}, not {now or 'no flags'}"
+        raise mistake("output", what, "choose another --output, or another --name for this training")
 
 
 def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
@@ -248,16 +261,12 @@ def _before_and_after(size: Size, advice: Advice) -> list[Point]:
 
 
 def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, Size]:
-    """Choose a series and a size by the flags; by default the largest size of strong scaling, or of
-    weak scaling if only that was measured.
-    """
-    kinds = [kind for kind in ("strong", "weak") if kind in options.scaling]
-    scaling = next((kind for kind in kinds if kind in {series.scaling for series in every}), kinds[0])
+    """Choose a series and a size by the flags; by default the largest size of strong scaling."""
     found = [
         (series, size)
         for series in every
         for size in series.sizes
-        if series.scaling == scaling
+        if series.scaling in options.scaling
         and (not options.recipe or series.recipe in options.recipe)
         and (not options.num_processes or size.num_processes in options.num_processes)
         and (not options.name or series.name == options.name)
@@ -265,7 +274,7 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
     if not found:
         there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)
         raise mistake("apply", "no timings match these flags", f"set --recipe, --num_processes, --name: {there}")
-    return max(found, key=lambda pair: pair[1].num_processes)
+    return max(found, key=lambda pair: (pair[0].scaling == "strong", pair[1].num_processes))
 
 
 def _find(key: str, advice: list[Advice], size: Size) -> Advice:

@@ -100,7 +100,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
     rows = run.batch.total if run["dataset_streaming"] else len(data.train)  # type: ignore[arg-type]
     if rows < run.batch.total:
         kind, fix = ("sequence", "--packing false") if run["packing"] else ("example", "a smaller --global_batch_size")
-        what = f"is {run.batch.total}, but an epoch has only {plural(rows, kind)}: a step trains on all of them"
+        what = f"is {run.batch.total}, but an epoch has only {plural(rows, kind)}"
         print_problems([Problem("global_batch_size", what, fix, severity="advice")], out)
     if run.local_world_size < len(run.hardware.gpus):
         what = f"uses only {run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')}"

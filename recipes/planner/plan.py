@@ -319,7 +319,9 @@ def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[Ne
     Changes that are not legal here, or that peft refuses, are left out. The user's Accelerate YAML
     stays for `standard` and for the recipe of `row`; a change to another recipe drops the YAML.
     """
-    for recipe, changes, slowdown in _changes(row.run, planner.estimator.length(row.run)):
+    estimator = planner.estimator
+    parameters = estimator.weights(row.run).total
+    for recipe, changes, slowdown in _changes(row.run, estimator.length(row.run), parameters):
         with contextlib.suppress(UserError):
             yield (step := _step(request, planner, row, recipe, changes, slowdown))
             entry, fused = step.planned, {**changes, "use_liger_kernel": True}
@@ -327,7 +329,7 @@ def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[Ne
             if not entry.fits_gpu and without_logits <= planner.usable and not entry.run["use_liger_kernel"]:
                 cost = f"{slowdown}; Liger's loss makes the logits of a few tokens at a time"
                 step = _step(request, planner, row, recipe, fused, cost)
-                if planner.estimator.liger(step.planned.run):
+                if estimator.liger(step.planned.run):
                     yield step
 
 
@@ -348,12 +350,13 @@ def _step(request: Request, planner: Planner, row: Planned, recipe: str, changes
     )
 
 
-def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]:
+def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str, Settings, str]]:
     """Yield changes in the order to try: recipe, changed flags (None drops a flag), and cost."""
     checkpointed = {"gradient_checkpointing": True}
     lora = {**checkpointed, "use_peft": True}
-    rate = {} if asked.explicit("learning_rate") or asked["use_peft"] else {"learning_rate": 2e-4}  # Hu et al. 2021
-    qlora = {**lora, "load_in_4bit": True, **rate}
+    # Hu et al. 2021; for QLoRA Dettmers et al. 2023
+    rate = {} if asked.explicit("learning_rate") or asked["use_peft"] else {"learning_rate": 2e-4}
+    qlora = {**lora, "load_in_4bit": True, **(rate and {"learning_rate": 1e-4 if parameters > 13e9 else 2e-4})}
     in_16_bits = {**lora, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16", **rate}
     recomputed = "a third more compute (two forward passes)"
     shared = "parameters are gathered, and gradients scattered, in every micro-batch"

@@ -10,7 +10,7 @@ import glob
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
@@ -50,7 +50,7 @@ _SPLIT_FILES = "use a folder with a file for each split, such as train.jsonl and
 
 
 # A part of a split as `datasets` reads it (arrow_reader._SUB_SPEC_RE).
-_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\](\(\w*\))?)?")
+_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\))?")
 
 
 def file_kind(path: PurePath) -> str | None:
@@ -360,18 +360,18 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
         yield Problem("attn_implementation", f"{name} is not supported by {cls.__name__}", _LEAVE_OUT)
     layers = run.engine.fsdp.get("transformer_layer_cls_to_wrap") if uses_fsdp(run) else None
     layers = layers.split(",") if isinstance(layers, str) else layers or []
-    names = (getattr(one, "_no_split_modules", None) for one in (cls, _base_of(cls)))
-    known = sorted(next(filter(None, names), ()))
+    known = sorted((getattr(cls, "_no_split_modules", None) or _layers_of_base(cls)) if layers else ())
     for layer in (layer for layer in layers if known and not hasattr(sys.modules[cls.__module__], layer)):
         what = f"transformer_layer_cls_to_wrap: {layer} is not a part of {cls.__name__}"
         yield in_yaml(run, "fsdp_config", what, nearest(layer, known) or ", ".join(known))
 
 
-def _base_of(cls: type) -> type | None:
-    """The model without a head, which names its layers in place of the classes with heads."""
+def _layers_of_base(cls: type) -> Sequence[str]:
+    """The layers' classes by the model without a head, if the class with a head names none."""
     from transformers import AutoModel
 
-    return AutoModel._model_mapping.get(getattr(cls, "config_class", None), None)
+    config = getattr(cls, "config_class", None)
+    return getattr(config and AutoModel._model_mapping.get(config, None), "_no_split_modules", None) or ()
 
 
 # --- Rules of one expression ----------------------------------------------------------------------

@@ -80,7 +80,7 @@ def split(
         over = f"{'micro-batch' if micro else 'accumulation'} {given} x {processes}" if given else processes
         what = f"{total} cannot be split over {over}, and the global batch never changes by itself"
         fix = f"--global_batch_size {_multiples(total, unit)}"
-        if micro and total % data_parallel == 0:
+        if micro and micro > 1 and total % data_parallel == 0:
             near = max(size for size in range(1, micro) if total // data_parallel % size == 0)
             fix += f"; or --per_device_train_batch_size {near}"
         raise mistake("global_batch_size", what, fix)

@@ -114,11 +114,11 @@ def _is_of_a_job(row: Timing) -> bool:
 def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
     """Return the rows of each training, by the training's name and recipe.
 
-    If rows of one name have several commands, each command is a training, and the name of this
+    If jobs of one name have several commands, each command is a training, and the name of this
     training contains the command.
     """
     names: dict[int, str] = {}  # by the row's id
-    for alike in _grouped(rows, lambda row: (row.name, row.recipe)).values():
+    for alike in _grouped(filter(_is_of_a_job, rows), lambda row: (row.name, row.recipe)).values():
         if len({row.command for row in alike}) > 1:
             names |= {id(row): f"{row.name} ({row.command or 'no flags'})" for row in alike}
     return _grouped(rows, lambda row: (names.get(id(row), row.name), row.recipe))

@@ -135,6 +135,13 @@ def test_if_every_run_fails_it_says_so_and_recommends_no_report(tiny_model, tmp_
     assert "scale report" not in printed.out
 
 
+def test_timings_of_another_training_are_not_mixed(tmp_path, capsys):
+    append(tmp_path / "timings.jsonl", [Timing(1, 10.0, name="demonstration", command="--seed 1")])
+    assert main(["scale", "run", "--learning_rate", "1", "--output", str(tmp_path)]) == 2
+    said = "holds timings of demonstration with --seed 1, not --learning_rate 1"
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_sizes_share_the_largest_run_of_both_kinds_of_scaling():
     both = ("strong", "weak")
     found = [(point.num_processes, point.global_batch, point.series) for point in points([], both, sizes=[1, 2, 4])]

@@ -30,7 +30,9 @@ def test_blocks_never_overlap_and_all_that_is_freed_can_be_given_back(events, ex
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
     for block in alive:
         allocator.free(block)
-    assert allocator.allocated == 0
+    free = [block for _, _, block in (*allocator._small, *allocator._large)]
+    assert allocator.allocated == 0 and not any(block.before or block.after for block in free)
+    assert expandable or sum(block.size for block in free) == allocator.reserved
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,10 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, list[Problem]]:
     if options.azureml:
-        if options.gpu:
-            raise mistake("gpu", "cannot be combined with --azureml", f"use --azureml {options.azureml} without --gpu")
+        for name in ("gpu", "num_processes", "accelerate_config"):
+            if getattr(options, name):
+                fix = f"use --azureml {options.azureml} without --{name}"
+                raise mistake(name, "cannot be combined with --azureml", fix)
         from launch.jobs import azure
 
         return azure.read(Path(options.azureml), rest)

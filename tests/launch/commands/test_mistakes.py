@@ -18,6 +18,7 @@ MISTAKES = {
     "check --gpu T4 --bf16": "only emulated on compute capability 7.5",
     "check --gpu H1000": "H100 SXM",
     "check --gpu L4 --azureml azureml/fast.yaml": "use --azureml azureml/fast.yaml without --gpu",
+    "check --num_processes 7 --azureml fast.yaml": "without --num_processes",
     "check --accelerate_config fats": "Fix: fast",
     "plan --model 7B": "--gpu_memory GB",
     "plan --model 0B --gpu H100": "such as 7B",

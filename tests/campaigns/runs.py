@@ -548,6 +548,10 @@ def _ended(pid: int, seconds: float) -> int | None:
         os.killpg(pid, signal.SIGKILL)
     if code is None:
         os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError):
+        for _ in range(100):  # a rank that is still dying holds the lock of the output folder
+            os.killpg(pid, 0)
+            time.sleep(0.02)
     return code
 
 

@@ -27,7 +27,6 @@ import recipes
 from launch.host.secrets import without_secrets
 from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Target, flag_lines, one_of
 from launch.output.submission import Submission, announce
-from launch.terminal import console, print_note
 from recipes.errors import Problem, UserError, mistake
 from recipes.flags import flag
 from recipes.mixture import parts_of, paths_of
@@ -99,10 +98,6 @@ class Azure(Target):
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
         """Return the job's nodes. This machine cannot inspect them: assume one GPU per process."""
-        if processes is None:
-            print_note(
-                "one process on each node: --processes_per_node N starts one for each of N GPUs", console(stderr=True)
-            )
         processes = processes or 1
         hardware = Hardware((ASSUMED_GPU,) * processes, cores=8 * processes)
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)

@@ -22,6 +22,7 @@ from launch.jobs.local import Local, is_written
 from launch.jobs.slurm import Slurm
 from launch.output import record
 from launch.output.submission import NAME, Submission, noted
+from launch.terminal import console, print_note
 from recipes.errors import UserError, mistake
 from recipes.rules.probe import probe_in_child
 from recipes.run.files import existing_path, nearest, read_yaml
@@ -51,6 +52,10 @@ def submit(
     """
     if output and not dry_run:
         raise mistake("output", "works only with --dry_run", "add --dry_run, or leave out --output")
+    if processes_per_node is None and isinstance(target, Azure):  # nobody here knows how many GPUs a node there has
+        print_note(
+            "one process on each node: --processes_per_node N starts one for each of N GPUs", console(stderr=True)
+        )
     place = target.place(processes_per_node, nodes, accelerate_config)
     job = checked_job(recipe, argv, place, accelerate_config, getattr(target, "data", ()), preflight)
     if job.run["fresh"] and not isinstance(target, Local):

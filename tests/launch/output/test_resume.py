@@ -350,7 +350,7 @@ def test_fresh_starts_over_and_deletes_nothing(whole_run, finished, tiny_model, 
     fresh = train_here(tiny_model, texts, finished, *SIX_STEPS, "--fresh")
     assert fresh.record["status"] == "finished" and losses(fresh) == losses(whole_run[0])
     assert fresh.record["run"]["id"] != whole_run[0].record["run"]["id"]
-    assert (finished.with_name("run.old-1") / "model.safetensors").exists()
+    assert (finished.with_name("run.old-1") / "model.safetensors").exists() and "run.old-1" in fresh.output
 
 
 def test_fresh_leaves_other_folders_alone(finished, asked, tmp_path, monkeypatch):

@@ -33,12 +33,6 @@ def test_two_ranks_report_a_mistake_in_the_data_once(tiny_model, tmp_path):
     assert outcome.output.count("data.jsonl has words") == 1
 
 
-def test_two_processes_that_would_train_two_models_are_refused(tiny_model, texts, tmp_path):
-    flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(texts), "--use_cpu", "false"]
-    outcome = launch(*flags, output=tmp_path, processes=2, config="standard.yaml")
-    assert outcome.code != 0 and not outcome.record
-
-
 def test_processes_started_by_srun_alone_are_refused(tmp_path):
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
     outcome = run([sys.executable, str(SCRIPT), "--output_dir", str(tmp_path)], tmp_path, environment)

@@ -26,7 +26,8 @@ def runs(tiny_model, texts, tmp_path_factory):
         "diverged": ["--max_steps", "5", "--learning_rate", "1e30", "--max_grad_norm", "0"],
     }
     for name, words in flags.items():
-        train_here(tiny_model, texts, folder / name, *words)
+        done = train_here(tiny_model, texts, folder / name, *words)
+    assert "Start again with --fresh" in done.output  # a resume would keep the rate that diverged
     return folder
 
 

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from launch.host import signals
-from launch.host.launcher import LAUNCHER
+from launch.host.launcher import LAUNCHER, _first_to_fail
 from tests.support.running import ROOT
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -43,6 +44,15 @@ TOLD = "os.kill(os.getpid(), signal.SIGTERM)"
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"
 FAILED = f"{SAVES}\nif os.environ['RANK'] == '0': time.sleep(60)\ntime.sleep(1), print('why'), sys.exit(1)"
 SPOKEN = "if os.environ.get('RANK', '0') == '0': print('why'), sys.exit(75)"
+
+
+@pytest.mark.parametrize(
+    ("zero", "one", "first"), [((75, 1), (1, 2), 75), ((75, 2), (1, 2), 1), ((1, 1), (-11, 2), -11)]
+)
+def test_the_first_failure_counts_and_one_that_follows_from_it_does_not(zero, one, first):
+    # Exit codes of two ranks, each with the second in which torch saw it.
+    failures = {rank: SimpleNamespace(exitcode=code, timestamp=at) for rank, (code, at) in enumerate((zero, one))}
+    assert _first_to_fail(SimpleNamespace(failures=failures))[1] == first
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def plan_memory(
     names = _names(recipe, argv, accelerate_config, num_processes)
     legal, _ = _legal_runs(request, names)  # raises before the imports, which take seconds
     config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
-    gc.freeze()  # else collections visit every object of torch and transformers: a sixth of a plan's time
+    gc.freeze()  # else collections visit every object of torch and transformers again and again
     request = replace(request, config=config.to_dict())
     host = round(host_memory * 1e9) if host_memory else None
     planner = Planner(estimator_of(config), card.memory_bytes, host, mfu, bytes_per_second)

@@ -13,7 +13,9 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+from packaging.version import Version
 
+from recipes import legal
 from recipes.errors import mistake
 from recipes.planner.published import context_of
 from recipes.rules.facts import gradient_accumulation_kwargs, is_true
@@ -401,10 +403,10 @@ class Memory:
           head. The tail stays gathered from its forward to its backward. A tied embedding belongs
           to the tail, and the tail is then gathered from the first operation on.
         - A unit is gathered into one buffer, then copied from the buffer into the parameters. In
-          the forward, a variable of `wait_for_unshard` keeps the buffer until the next unit is
-          copied, so three layers are in memory. In the backward, the next unit's buffer is filled
-          during a unit's backward (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`). One
-          process gathers nothing and needs no buffer.
+          the forward before torch 2.15, a variable of `wait_for_unshard` keeps the buffer until the
+          next unit is copied, so three layers are in memory. In the backward, the next unit's
+          buffer is filled during a unit's backward (`FSDPParamGroup.wait_for_unshard` and
+          `_backward_prefetch`). One process gathers nothing and needs no buffer.
         - A unit's gradients are whole until the unit's backward ends. Their scatter buffer stays
           until the next unit has made a buffer (`FSDPParamGroup.post_backward`, `foreach_reduce`).
         - Without `sync_each_batch`, Trainer calls accelerate's `no_sync` in every micro-batch of a
@@ -420,7 +422,8 @@ class Memory:
         of_layer = weights.largest_layer * width * trained_in_layers / in_layers
         of_tail, of_table, of_all = tail * trains_all, table * trains_all, weights.trained * width
         copies = 2 if ranks > 1 else 1  # of a unit while it is gathered: buffer and parameters
-        cast = layer / ranks if ranks > 1 else 0  # a shard is cast to the dtype of the gather
+        casts = ranks > 1 and width != (trained_bytes(self.run) if trains_all else self.frozen_width)
+        cast = layer / ranks if casts else 0  # a shard is cast to the dtype of the gather
         tied = not table
         always = tail if tied else 0
         made = done * of_all
@@ -428,7 +431,8 @@ class Memory:
         begun = of_layers % of_layer if of_layer else 0 * done
         sent_before = np.where(of_layers < of_layer, 0 if tied else of_tail, of_layer)
         cases = [is_forward & has_logits & (not tied), has_logits, is_forward, made > of_all - of_table]
-        gathered = [copies * tail, tail + (copies - 1) * layer, always + (2 * copies - 1) * layer, always + table]
+        in_forward = copies if Version(legal.version("torch") or "0") >= Version("2.15") else 2 * copies - 1
+        gathered = [copies * tail, tail + (copies - 1) * layer, always + in_forward * layer, always + table]
         last = always + copies * layer + np.maximum(0, cast - begun)
         return (
             np.select(cases, gathered, last),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from launch.host.files import print_without_reader
 from launch.host.signals import Preempted
 from launch.terminal import console, finish_printing, print_problems
 from recipes import __version__
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import UserError, mistake
 
 
 class Command(NamedTuple):
@@ -104,9 +103,7 @@ def _main(argv: list[str]) -> int:
             print_without_reader()  # a training goes on when nobody reads its output
         parser = _parser(name, command)
         options, rest = parser.parse_known_args(own)
-        if rest and not command.train_flags:
-            hint = " (train.py's flags come after --)" if name == "submit" else ""
-            parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        _require_known(rest, options.parser, command)
         return options.run(options, [*rest, *passed_on])
     except (KeyboardInterrupt, Preempted, Exception) as error:
         if command and command.as_train:
@@ -116,17 +113,30 @@ def _main(argv: list[str]) -> int:
             return failure.report(error, World())
         if not isinstance(error, UserError):
             raise
-        problems = [_of_this_command(problem, options) for problem in error.problems]
-        print_problems(problems, console(stderr=True))
+        print_problems(error.problems, console(stderr=True))
         return 2
 
 
-def _of_this_command(problem: Problem, options: argparse.Namespace) -> Problem:
-    """Return the problem; if it is a misspelt flag of this command, with the right flag as fix."""
-    from recipes.run.command_line import NOTHING_SIMILAR
+def _require_known(rest: list[str], parser: Parser, command: Command) -> None:
+    """Raise `UserError` for an argument of `rest` that the command does not know.
 
-    similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
-    return replace(problem, fix=f"--{similar[0]}") if similar and problem.fix == NOTHING_SIMILAR else problem
+    If the command takes train.py's flags too, the rules judge those, and all their mistakes are
+    reported at once. Only a flag that most resembles one of the command's own is refused here.
+    """
+    for word in rest:
+        flag, known = word.partition("=")[0], set[str]()
+        if command.train_flags:
+            from recipes.run.command_line import name_of, names_with_a_fix  # only here, because reading them takes time
+
+            known = names_with_a_fix()
+            if not flag.startswith("--") or name_of(flag)[0] in known:
+                continue
+        similar = get_close_matches(flag[2:].replace("-", "_"), [*parser.flags, *known], n=1, cutoff=0.7)
+        if similar and similar[0] in parser.flags:
+            raise mistake(flag, f"is not an argument of `{parser.prog}`", f"--{similar[0]}")
+        if not command.train_flags:
+            fix = "write train.py's flags after --" if flag.startswith("--") and "submit" in parser.prog else ""
+            raise mistake(word, f"is not an argument of `{parser.prog}`", fix or f"see `{parser.prog} --help`")
 
 
 def _help() -> str:

@@ -17,10 +17,12 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        self.flags: list[str] = []  # their names, such as num_processes
         super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         dashed = [name.replace("_", "-") for name in names if name.startswith("--")]
+        self.flags += [name[2:] for name in names if name.startswith("--")]
         return super().add_argument(*dict.fromkeys([*names, *dashed]), **options)
 
     def takes(self, run: Callable[..., int], table: str, **defaults: Any) -> None:
@@ -41,7 +43,7 @@ class Parser(argparse.ArgumentParser):
             if usage.startswith("["):
                 options["nargs"] = "?"
             self.add_argument(name if name.startswith("-") else name.lower(), **options)
-        self.set_defaults(run=run, **defaults)
+        self.set_defaults(run=run, parser=self, **defaults)
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what add_subparsers returns

@@ -97,7 +97,7 @@ def _warn_without_engine(run: RunSpec) -> None:
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
-    """Build an `args_class` from the values of a run, and from `own`: values for the subclass only.
+    """Build an `args_class` from the values of a run and from `own`, which wins.
 
     Raises `UserError` with the message of the class if the class refuses a value.
     """

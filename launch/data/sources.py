@@ -6,7 +6,6 @@ import contextlib
 import glob
 import gzip
 import math
-import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from huggingface_hub import HfApi
 from launch.data.columns import column_problems, new_names
 from launch.data.demo import demo_corpus, held_out
 from recipes.errors import StreamBroke, UserError, mistake, one_line
-from recipes.mixture import Part, parts_of, paths_of
+from recipes.mixture import Part, files_in, parts_of, paths_of
 from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import Json, Settings
 
@@ -86,10 +85,7 @@ def file_versions(name: str) -> list | None:
     """
     if not (paths := paths_of(name)):
         return None
-    if (folder := paths[0]).is_dir():  # `datasets` reads no hidden files
-        inside = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        paths = [file for file in inside if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}")]
-    found = [(file, file.stat()) for file in paths]
+    found = [(file, file.stat()) for file in (files_in(paths[0]) if paths[0].is_dir() else paths)]
     return [(str(file.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in found]
 
 

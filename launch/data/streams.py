@@ -131,7 +131,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield start, pa.concat_tables(taken)
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Yield the pieces of a part without end: the place before a piece, and its examples."""
+        """Endlessly yield a part's pieces: the place before a piece, and the piece's examples."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
         with naming(encode.source.part.name if self.parts[1:] else ""):

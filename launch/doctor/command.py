@@ -111,4 +111,4 @@ def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:
         yield from network.examine(nodes, earlier)
         yield from remedy.examine(nodes, earlier)
     except OSError as error:
-        yield Check("error", "doctor", f"cannot continue: {error}", "make room in the folder of TMPDIR and in memory")
+        yield Check("error", "doctor", f"cannot continue: {error}", "free memory, and space in the folder of TMPDIR")

@@ -186,7 +186,7 @@ class Meeting:
 
         _Server(("0.0.0.0", self.request.port), Hear).__enter__()
         if not _answers(self.request.address, self.request.port):
-            raise OSError(errno.EADDRNOTAVAIL, "it is an address of another machine")
+            raise OSError(errno.EADDRNOTAVAIL, "an address of another machine")
 
     def hear(self, node: int, turn: int, own: Json, seconds: float | None = None) -> list[Json | None]:
         """On node 0, add the message of a node to a round, and return the messages of all nodes.
@@ -247,8 +247,8 @@ def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
         said = meeting.say(seconds, {"address": own, "ports": ports, "fatal": fatal})
         absent, nodes = [node for node, one in enumerate(said) if not one], [one for one in said if one]
         if absent:
-            fix = f"run the doctor on {_named(absent)} at the same time, with its --machine_rank"
-            fix += f", and check that it reaches {request.address}:{request.port} (a firewall?)"
+            fix = "run the doctor there at the same time, each node with its --machine_rank, and check that "
+            fix += f"{_named(absent)} can reach {request.address}:{request.port} (a firewall?)"
             return f"{_named(absent)} did not join within {seconds:.0f} s", fix
         failed = [node for node, one in enumerate(nodes) if one["fatal"] and node != request.machine_rank]
         if failed or fatal:
@@ -268,7 +268,7 @@ def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
 
 def failed_elsewhere(nodes: list[int]) -> tuple[str, str]:
     """Return the finding for other nodes that failed a check, and the fix."""
-    return f"{_named(nodes)} failed a check", f"run `recipes doctor` on {_named(nodes)}"
+    return f"{_named(nodes)} failed a check", f"read the checks printed on {_named(nodes)}"
 
 
 def _named(nodes: list[int]) -> str:

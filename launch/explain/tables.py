@@ -61,7 +61,7 @@ _NOTES = (
     "speed: from the median step time, ± the error of so few steps; the variants take turns, step by step",
     "syncs and sent: synchronisations and bytes per step and rank, counted by a DDP communication hook",
     "loss: on the first step's examples after {STEPS} steps of SGD; it was {loss_before:.2f} before",
-    "gradient: norm in the first step, as SGD gets it, relative to row 1; off: relative difference from row 1",
+    "gradient: norm in the first step, as SGD gets it, relative to row 1; off: |g - g of row 1| / |g of row 1|",
     "zeroed: the share of the first row's nonzero gradient values that are zero here",
 )
 _LARGE_BATCH = 2**20  # tokens; with the few tokens of this training, almost no gradient underflows in fp16

@@ -164,7 +164,7 @@ _gathers = itertools.count()
 
 
 class RankHangs(Failure):
-    """Ranks did not answer within `ddp_timeout`. The first rank that waited raises this error."""
+    """Ranks did not answer within `ddp_timeout`. The lowest rank that waited raises this error."""
 
 
 @functools.cache  # rank 0's store also serves the training that follows, at the same address

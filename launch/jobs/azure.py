@@ -143,8 +143,8 @@ class Azure(Target):
 
     def output_of(self, job: Job) -> str:
         """Return the datastore path of the checkpoints. The same command line by the same person
-        gets the same path, and so resumes. Another command line gets another path, unless
-        `--output_uri` or `--job_name` is given.
+        gets the same path, and so resumes. Other flags of train.py or other `--data` get another
+        path, unless `--output_uri` or `--job_name` is given.
         """
         if self.output_uri:
             return _remote("output_uri", self.output_uri)
@@ -342,7 +342,7 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
     """Return the run that a job's YAML starts, and the problems of that run.
 
     `rest` holds flags of train.py on the command line. It must be empty, because such flags belong
-    in the YAML. Raises `UserError` with everything that is wrong with the YAML itself.
+    in the YAML. Raises `UserError` if the YAML itself is wrong.
     """
     if rest:
         raise mistake(rest[0], "belongs in the YAML's command", f"move the flag into the command of {file}")

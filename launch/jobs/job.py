@@ -162,7 +162,7 @@ def arguments(job: Job) -> list[str]:
 
 
 def one_of(choices: str, help: str, default: str | None = None) -> Any:
-    """Return a flag of a target that takes one of the words in `choices`."""
+    """Declare a target's flag whose value is one of the words in `choices`."""
     return field(default=default, metadata={"choices": tuple(choices.split()), "help": help})
 
 

@@ -255,8 +255,8 @@ def _status(error: BaseException, folder: Path) -> str:
 
 
 def now() -> str:
-    """Return the local time with its UTC offset, in ISO 8601."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    """Return the time in UTC, in ISO 8601. Such texts sort by time, on whichever machine."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S+0000", time.gmtime())
 
 
 def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:

@@ -191,7 +191,7 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
     if newest is None and own.get("began_from"):
         return _begun(Path(own["began_from"]), run, data_commit, notes)
     if _named(run):
-        notes.append(f"this run began from {_named(run)} and continues; to begin there again, use another --output_dir")
+        notes.append(f"resuming from a later checkpoint; to begin at {_named(run)} again, use another --output_dir")
     identity = own or (newest and manifest_of(newest.path).get("run")) or new_run()
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=identity)
@@ -226,7 +226,7 @@ def _from(
     notes = [*notes, *checkpoint.notes]
     # Only streams and Hub data can differ here, and no flag sets an older commit.
     if fingerprints.differ(old.get("data"), record.material(run, data_commit)["data"]):
-        rows = ": the stream continues at the same rows, or with another round if the number of shards has changed"
+        rows = ": the stream continues at the same rows, or in its next epoch if the number of shards has changed"
         notes.append(f"the data has changed since the checkpoint{rows if run['dataset_streaming'] else ''}")
     if note := other_world.note(checkpoint.path, run.world_size, run["dataloader_num_workers"]):
         notes.append(note)

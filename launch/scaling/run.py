@@ -86,7 +86,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    for flag in (word.partition("=")[0] for word in argv):
+    for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
         if flag.removeprefix("--").replace("-", "_") in _SET_HERE:
             raise mistake(flag, "is set by `recipes scale run`", f"leave {flag} out; use --output FOLDER or --steps N")
     folder = Path(options.output)

@@ -30,7 +30,7 @@ from launch.data.load import Data
 from launch.host.memory import ran_out
 from launch.terminal import console, print_note
 from launch.training.separate import with_separate_examples
-from recipes.errors import Problem, UserError, mistake, one_line
+from recipes.errors import Problem, UserError, mistake, one_line, plural
 from recipes.planner.memory import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import refused_by_class, what_peft_accepts
@@ -258,7 +258,7 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedMode
         what = f"{name} holds none of the {len(weights)} weights that its config.json describes, such as {lacking[0]}"
         raise mistake("model_name_or_path", what, "use the weights that were saved with this config.json")
     if lost := [weight for weight in lacking if not {*_HEADS} & {*weight.split(".")}]:
-        note = f"{name} lacks {', '.join(lost[:3])}: the run begins with random values there"
+        note = f"{name} lacks {plural(len(lost), 'weight')}, such as {lost[0]}: they begin with random values"
         print_note(note, console(os.environ.get("RANK", "0") == "0"))
     return model, [weight.removesuffix(".weight") for weight in lost if weight.endswith(".weight")]
 

@@ -8,7 +8,6 @@ this step takes longer while other processes run than alone, the difference is c
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import time
@@ -123,8 +122,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
 def _command(run: RunSpec) -> str:
     """Return the flags that define this training. They are the same on any number of processes."""
     given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
-    flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
-    return shlex.join(with_flags([], flags))
+    return shlex.join(with_flags([], given))
 
 
 def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]]]:

@@ -191,7 +191,8 @@ def hf_home(environment: Mapping[str, str]) -> Path:
     For a user without a home folder it is a folder named `~` in the current folder.
     """
     around = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(environment.get("HF_HOME") or f"{around}/huggingface"))  # noqa: PTH111
+    home = os.path.expandvars(environment.get("HF_HOME") or f"{around}/huggingface")
+    return Path(os.path.expanduser(home))  # noqa: PTH111
 
 
 def version(package: str) -> str | None:

@@ -248,8 +248,8 @@ class Requests:
 def with_cached(memory: Memory, limit: int) -> Components:
     """Return the run's memory with cuBLAS's workspaces and the memory that torch caches.
 
-    Expandable segments give back what they cache before more than `limit` bytes are needed. The
-    cache is 0 if the allocations alone exceed `limit`.
+    Expandable segments give back cached memory rather than exceed `limit` bytes. The cache is
+    0 if the allocations alone exceed `limit`.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu

@@ -148,13 +148,14 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
-    """True if a fused kernel (flash, efficient, cuDNN) supports the tensors. All save the same.
+    """True if a fused kernel (flash, efficient, cuDNN) supports the tensors.
 
-    Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. The flash kernel needs capability 8.0,
-    16 bits, no mask, and equal head sizes of at most 256. The efficient kernel supports masks, but
-    needs aligned head sizes, and refuses bfloat16 below 8.0. Up to torch 2.13 it refuses grouped
-    heads (for later torch, plans are too high). Grouped heads in fp32 run in the math kernel.
-    Below 8.0, so do bfloat16 and unmasked grouped heads: with a mask, transformers repeats heads.
+    All fused kernels save the same. Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. The
+    flash kernel needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The
+    efficient kernel supports masks, but needs aligned head sizes, and refuses bfloat16 below 8.0.
+    Up to torch 2.13, the efficient kernel refuses grouped heads (for later torch, plans are too
+    high). Grouped heads in fp32 run in the math kernel. Below 8.0, so do bfloat16 and unmasked
+    grouped heads: with a mask, transformers repeats heads.
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
@@ -305,7 +306,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Multiply an activated gate by `up`. Save both, which their gradients overwrite."""
+    """Save an activated gate and `up`. The gradients of both overwrite both."""
 
     @staticmethod
     def forward(ctx, gate, up):

@@ -99,7 +99,8 @@ class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
     The forward makes the first `made_forward` rows of `allocations`. `kernels` names the unfused
-    attention that ran, and LOOP if `at_length` made the trace. `made_by` has each row's operation.
+    attention that ran, LOOP if `at_length` made the trace, and COMPILED if layers were compiled.
+    `made_by` has each row's operation.
     """
 
     allocations: np.ndarray
@@ -211,7 +212,7 @@ def loaded_bytes(run: RunSpec) -> int:
 
 
 def weight_bytes(run: RunSpec) -> int:
-    """Return a parameter's bytes in a step. DeepSpeed and FSDP2 cast parameters to 16 bits."""
+    """Return a parameter's bytes in a step: 2 if DeepSpeed or FSDP2 casts it for bf16 or fp16."""
     return HALF if casts_the_model(run) and mixed_precision(run) else loaded_bytes(run)
 
 
@@ -454,7 +455,7 @@ class Memory:
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 
     def _shard(self, size: float, from_stage: int) -> int:
-        """Return a GPU's share of a state. FSDP2 shards it, and ZeRO from stage `from_stage` on."""
+        """Return a GPU's share of a state, which FSDP2 shards, and ZeRO from `from_stage` on."""
         sharded = self.kind == "fsdp" or (self.kind == "deepspeed" and self.stage >= from_stage)
         return math.ceil(size / shards(self.run)) if sharded else math.ceil(size)
 
@@ -586,7 +587,7 @@ class Memory:
 
         ZeRO-1 and ZeRO-2 copy the whole model in every process (`Accelerator.get_state_dict`),
         though only rank 0 writes it. ZeRO-3 and FSDP2 gather the model on rank 0, where safetensors
-        copies the weights from the GPU. With adapters, only trained weights are copied.
+        copies the weights from the GPU; with adapters, these two copy only trained weights.
         """
         if self.kind == "deepspeed" and self.stage < 3:
             return self.weights.total * weight_bytes(self.run) * self.run.local_world_size

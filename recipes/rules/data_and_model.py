@@ -297,8 +297,8 @@ _HEADS = ("head_dim", "global_head_dim", "swa_head_dim", "qk_head_dim", "v_head_
 
 def _flash_version(name: str) -> int:
     """FlashAttention's version in a name such as `flash_attention_2`; 0 for any other attention."""
-    found = re.search(r"flash[-_]att(?:entio)?n[-_]?(\d)", name)
-    return int(found[1]) if found else 0
+    found = re.search(r"flash[-_]att(?:entio)?n[-_]?(\d?)", name)
+    return int(found[1] or 2) if found else 0  # kernels-community/flash-attn is version 2
 
 
 @rule

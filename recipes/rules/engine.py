@@ -474,6 +474,7 @@ ROWS = (
               lambda run: _offloads_gradients(run) and (run["max_grad_norm"] or 0) > 0
               and run.hardware.cuda and "gloo" not in str(run["ddp_backend"]),
               "offloads gradients to host RAM, where NCCL cannot sum their norm for clipping",
-              "set fsdp_offload_params: true in an Accelerate YAML, without --fsdp; or --max_grad_norm 0",
+              "offload with fsdp_offload_params: true in an Accelerate YAML, which adds gloo, not with --fsdp; "
+              "or --max_grad_norm 0",
               "The first step fails, since NCCL is only for GPUs: `No backend type associated with device type cpu`."),
 )  # fmt: skip

@@ -106,7 +106,7 @@ def known_config(run: RunSpec) -> Json:
 
 
 def uses_deepspeed(run: RunSpec) -> bool:
-    return run.engine.kind == "deepspeed" or run["deepspeed"] is not None
+    return run.engine.kind == "deepspeed" or bool(run["deepspeed"])
 
 
 def deepspeed_section(run: RunSpec) -> Json:

@@ -16,8 +16,6 @@ from recipes.legal import moved
 from recipes.run.files import expanded, nearest, read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
 
-NOTHING_SIMILAR = "see `recipes train --help` for all names"
-
 
 def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
     """Read the settings of a command line. Mistakes are added to `problems`.
@@ -34,7 +32,7 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
         if not flag:
             wrong(values[0], "is not a flag", "write flags as --name value")
             continue
-        name, is_off = _name_of(flag)
+        name, is_off = name_of(flag)
         if is_off:  # `--no_NAME VALUE` is not a legal flag
             name, values = (f"no_{name}", values) if values else (name, ["false"])
         known = legal.settings().get(name)
@@ -63,7 +61,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield flag, values
 
 
-def _name_of(flag: str) -> tuple[str, bool]:
+def name_of(flag: str) -> tuple[str, bool]:
     """The setting that a flag such as `--global-batch-size` sets, and True for `--no_NAME`."""
     name = flag[2:].replace("-", "_")
     known = legal.settings().get(name.removeprefix("no_"))
@@ -76,14 +74,18 @@ def with_flags(argv: Sequence[str], flags: Settings) -> list[str]:
     changed, replaced = [], False
     for argument in argv:
         if argument.startswith("--"):
-            name, _ = _name_of(argument.partition("=")[0])
+            name, _ = name_of(argument.partition("=")[0])
             replaced = legal.ALIASES.get(name, name) in flags
         if not replaced:
             changed.append(argument)
     for name, value in flags.items():
         if value is not None:
-            changed += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+            changed += [f"--{name}", *map(_as_word, value if isinstance(value, list) else [value])]
     return changed
+
+
+def _as_word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | dict) else str(value)
 
 
 def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
@@ -126,7 +128,13 @@ def unknown(name: str, source: str) -> Problem:
         return Problem(name, "does not belong here", elsewhere, source)
     suggestion = nearest(name, legal.settings())
     fix = f"--{suggestion}" if suggestion and source == COMMAND_LINE else suggestion
-    return Problem(name, "is not an argument of train.py or TrainingArguments", fix or NOTHING_SIMILAR, source)
+    fix = fix or "see `recipes train --help` for all names"
+    return Problem(name, "is not an argument of train.py or TrainingArguments", fix, source)
+
+
+def names_with_a_fix() -> set[str]:
+    """The settings, and the names that `unknown` explains although they are not similar to one."""
+    return {*legal.settings(), *moved.RENAMED, *moved.ELSEWHERE}
 
 
 def belongs(name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.mixture import parts_of, paths_of
+from recipes.mixture import files_in, parts_of, paths_of
 from recipes.run.files import expanded, hf_home
 
 _METHOD = "sha256-"
@@ -44,7 +44,7 @@ def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
     if len(paths) != 1:
         return _hash_of(paths) if paths else None
     path = paths[0]
-    return _hash_of([path] if path.is_file() else path.rglob("*"), path)
+    return _hash_of([path] if path.is_file() else files_in(path), path)
 
 
 def of_model(name: str | None, revision: str = "main") -> str | None:

@@ -94,7 +94,7 @@ def _shorter(
 def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     if row.syncs and row.syncs > 1:
         flags = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}'}
-        why = f"{row.syncs:.0f} gradient synchronizations per step where one is enough, in the last backward pass"
+        why = f"{row.syncs:.0f} gradient synchronisations per step where one is enough, in the last backward pass"
         yield _shorter(
             "sync_once", "exchange gradients once a step", why, row, step, waits * (1 - 1 / row.syncs), flags
         )
@@ -122,8 +122,8 @@ def _volume_bound(row: Timing, waits: float) -> bool:
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     """Yield the smallest accumulation that brings communication to a tenth of a step.
 
-    The global batch grows with the accumulation. Yield nothing if a step synchronizes gradients
-    more than once, because each micro-batch would then add a synchronization.
+    The global batch grows with the accumulation. Yield nothing if a step synchronises gradients
+    more than once, because each micro-batch would then add a synchronisation.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
     each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command
@@ -144,7 +144,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
             "gradient_accumulation_steps": accumulation * times,
             "per_device_train_batch_size": row.micro_batch,
         }
-        why = f"one gradient synchronization for {accumulation * times} micro-batches, not {accumulation}, brings "
+        why = f"one gradient synchronisation for {accumulation * times} micro-batches, not {accumulation}, brings "
         why += f"communication to {waits / longer:.0%} of a step. This is a different training: the global "
         why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
         title, gain = f"{times} times the accumulation", times * step / longer

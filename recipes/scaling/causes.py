@@ -146,7 +146,7 @@ def _exchange_words(row: Timing) -> str:
         text += f"; sending {megabytes(row.sync_bytes)} per step over a link of {megabytes(row.link_bandwidth)}/s "
         text += f"takes {milliseconds(seconds)}"
     if row.syncs and row.syncs > 1:
-        text += f"; {row.syncs:.0f} gradient synchronizations per step where one is enough"
+        text += f"; {row.syncs:.0f} gradient synchronisations per step where one is enough"
     return text
 
 

@@ -59,7 +59,7 @@ class Timing:
     other: float | None = None
     data_wait_max: float | None = None  # of the slowest process
 
-    # The time of a step without gradient synchronization, of the median and of the slowest process.
+    # The time of a step without gradient synchronisation, of the median and of the slowest process.
     # Of two processes, the faster one is the median: a mean would make both look slow.
     no_sync_step: float | None = None
     no_sync_step_max: float | None = None
@@ -88,7 +88,7 @@ class Timing:
     predicted: float | None = None  # predicted: the throughput with the advice over the throughput without
 
     timed: str = ""  # what epoch_time covers, such as "20 steps"; empty for an epoch
-    slowest_rank: int | None = None  # the process whose step without gradient synchronization takes longest
+    slowest_rank: int | None = None  # the process whose step without gradient synchronisation takes longest
     slowest_host: str = ""
     slowest_device: str = ""
     data_wait_rank: int | None = None  # the process that waits longest for data

@@ -27,7 +27,7 @@ def figures_of(name: str, work: Path) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny parts", "tiny fast", "tiny loop"])
-def test_a_case_of_the_group_works_on_this_cpu(name, tmp_path):
+def test_a_tiny_case_works_on_this_cpu(name, tmp_path):
     assert figures_of(name, tmp_path)
 
 

@@ -42,14 +42,6 @@ def test_a_plan_is_for_possible_numbers(words, capsys):
     assert "is not a number above 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "why"), [("list", "unrecognized arguments: "), ("submit slurm", "come after --")])
-def test_an_unknown_flag_is_refused(words, why, capsys):
-    with pytest.raises(SystemExit) as end:
-        main([*words.split(), "--learning_rate", "1"])
-    assert end.value.code == 2
-    assert why in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("start", ["import accelerate_recipes as a; sys.exit(a.main())", "import launch.__main__"])
 def test_an_interruption_while_recipes_itself_is_imported_is_one_line(start):
     """A module that raises stands for a signal while `launch.cli` is imported."""

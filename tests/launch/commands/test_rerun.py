@@ -145,7 +145,7 @@ def test_more_processes_share_the_same_global_batch(place, capsys):
 # --- Where it writes ------------------------------------------------------------------------------
 
 
-def test_it_does_not_write_to_the_folder_of_the_run(place, capsys):
+def test_the_recorded_runs_own_folder_is_refused(place, capsys):
     code, _, said = dry(capsys, recorded(place / "out"), "--output-dir=../then/out")
     assert code == 2 and "is the folder of the recorded run" in said
 

@@ -203,7 +203,7 @@ def test_too_few_tokens_to_join_says_how_many_there_are(tmp_path, tokenizer):
     assert "has 4 tokens" in found.what and "--max_length 4" in found.fix
 
 
-def test_texts_of_which_a_part_is_only_read_are_not_joined(tmp_path, tokenizer):
+def test_prompts_with_completions_are_not_joined(tmp_path, tokenizer):
     """A row could hold that part alone: its loss would be nan."""
     run = joining(tmp_path, [{"prompt": "p" * 20, "completion": "abc"}], 8)
     assert problem(run, tokenizer).subject == "packing_strategy"

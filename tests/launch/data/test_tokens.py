@@ -92,7 +92,7 @@ def test_a_classifiers_texts_are_kept_with_their_labels(tmp_path, tokenizer, nev
     assert list(load_data(run, tokenizer).train) == list(first) and len(first) == 1000
 
 
-def test_a_classifiers_texts_are_cut_by_the_tokenizer_so_another_length_makes_others(tmp_path, tokenizer):
+def test_another_max_length_tokenizes_a_classifiers_texts_again(tmp_path, tokenizer):
     path = jsonl(tmp_path, [{"text": "long text", "label": number} for number in (0, 1)])
     for longest in (6, 4):
         run = run_with(dataset_name=path, task="sequence_classification", max_length=longest)

@@ -74,7 +74,7 @@ def test_what_one_rank_cannot_run_does_not_fit_and_the_runs_that_follow_train_wi
 
 
 @pytest.mark.slow
-def test_a_command_fits_alone(training, tmp_path):
+def test_recipes_fit_searches_without_training(training, tmp_path):
     one = ["1" if word == "4" else word for word in training[2:]]
     words = ["-m", "launch", "fit", "--num_processes", "1", *one, "--output_dir", str(tmp_path), "--lora_r", "4"]
     done = run([sys.executable, *words, "--memory_limit", "2"], tmp_path, cwd=ROOT)

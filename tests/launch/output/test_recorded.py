@@ -130,6 +130,13 @@ def test_a_changed_byte_anywhere_changes_the_fingerprint_of_data(place, tmp_path
     assert fingerprints.differ(before, fingerprints.of_data(str(file)))
 
 
+def test_a_hidden_file_is_no_part_of_a_folder_of_data(tmp_path):
+    (tmp_path / "data.txt").write_text("a text")
+    before = fingerprints.of_data(str(tmp_path))
+    (tmp_path / ".DS_Store").write_text("of a file manager")
+    assert fingerprints.of_data(str(tmp_path)) == before
+
+
 # --- Secrets --------------------------------------------------------------------------------------
 
 

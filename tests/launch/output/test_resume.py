@@ -107,7 +107,7 @@ def replace(folder, step, other):
 # --- It goes on -----------------------------------------------------------------------------------
 
 
-def test_the_losses_are_those_of_the_uninterrupted_run(whole_run, another_run, stopped, tiny_model, texts):
+def test_a_resume_skips_damaged_checkpoints_and_repeats_the_losses(whole_run, another_run, stopped, tiny_model, texts):
     """From the newest checkpoint of its own that is whole. What a resume keeps is recorded."""
     replace(stopped, 6, another_run)
     flip(stopped / "checkpoint-4" / "model.safetensors")
@@ -150,7 +150,7 @@ def test_without_a_valid_checkpoint_training_starts_over(stopped, found):
     assert (earlier.checkpoint, earlier.step) == (None, 0) and "training starts over" in earlier.notes
 
 
-def test_what_is_told_to_be_saved_is_complete_and_the_runs_own(another_run, stopped):
+def test_the_newest_complete_checkpoint_is_the_runs_own(another_run, stopped):
     checkpoints.begin(stopped / "checkpoint-6", 6, "one process", 1)
     assert newest_complete(stopped).name == "checkpoint-4"
     replace(stopped, 4, another_run)

@@ -44,7 +44,7 @@ def test_the_best_weights_are_saved_with_their_own_metrics_and_the_summary_says_
     assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 4: 1, 5: 1}  # none twice
 
 
-def test_a_last_model_that_was_never_evaluated_is(tiny_model, texts, tmp_path):
+def test_a_last_model_without_evaluation_gets_one(tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path, *EVERY_SECOND, *"--max_steps 2 --eval_delay 3".split())
     assert list(evaluated(outcome)) == [2] and outcome.record["eval_loss"] == evaluated(outcome)[2][0]
 

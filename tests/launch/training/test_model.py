@@ -153,7 +153,7 @@ def test_weights_that_are_missing_are_noted_and_a_new_head_is_not(folder, capsys
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     load(run_with(str(folder)))
     said = " ".join(capsys.readouterr().out.split())
-    assert "lacks model.layers.1.mlp.up_proj.weight: the run begins with random values there" in said
+    assert "lacks 1 weight, such as model.layers.1.mlp.up_proj.weight: they begin with random values" in said
 
 
 # --- BatchNorm ------------------------------------------------------------------------------------

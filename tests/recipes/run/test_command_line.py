@@ -69,8 +69,9 @@ def test_a_mistake_in_a_command_line_has_a_fix(words, expected):
 
 def test_flags_replace_those_of_a_command_line():
     argv = ["--global-batch-size=8", "--no_packing", "--lora_target_modules", "a", "b", "--seed", "1"]
-    flags = {"global_batch_size": 4, "packing": None, "lora_target_modules": None, "fit": True}
-    assert with_flags(argv, flags) == ["--seed", "1", "--global_batch_size", "4", "--fit", "true"]
+    flags = {"global_batch_size": 4, "packing": None, "lora_target_modules": ["c", "d"], "fit": True}
+    words = "--seed 1 --global_batch_size 4 --lora_target_modules c d --fit true"
+    assert with_flags(argv, flags) == words.split()
 
 
 def test_a_setting_under_its_old_and_new_name_is_refused():

@@ -66,7 +66,7 @@ def test_a_size_that_is_refused_anyway_is_the_only_problem(size, world):
     assert [problem.subject for problem in check(run) if problem.severity == "error"] == [size]
 
 
-def test_a_script_on_gpus_may_load_a_model_in_parts():
+def test_a_script_on_gpus_may_use_tensor_parallelism():
     place = dict(hardware=TWO_GPUS, trained_by="script")
     run = resolved("", 2, {"parallelism_config": ParallelismConfig(tp_size=2)}, **place)
     assert not [problem for problem in check(run) if problem.severity == "error"]

@@ -97,7 +97,7 @@ WAITING = Timing(2, 100, step_time=1.0, data_wait=0.2, communication=0.4)
         ({"workers": 2, "communication": 0.0, "saving": 0.4}, "saving"),
     ],
 )
-def test_loading_comes_before_what_it_runs_beside(changed, first):
+def test_data_loading_is_the_cause_if_it_sets_the_pace(changed, first):
     rows = [replace(WAITING, **changed)]
     assert last(rows).cause == first
     assert ("Data loading sets the pace: 200 ms of a 1 s step (20%)" in words_of(rows)) == (first == "data")

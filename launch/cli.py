@@ -5,8 +5,6 @@ argparse's `commands`. This parser sets `run`, the function that carries out the
 the parsed options, and the arguments that the parser does not know, which are train.py's flags.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from difflib import get_close_matches

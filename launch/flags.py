@@ -1,7 +1,5 @@
 """The parser of every command, types for whole numbers, and flags made from a dataclass."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

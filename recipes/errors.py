@@ -1,7 +1,5 @@
 """Errors: the user's mistakes, each with its source and fix, and failures of machines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The flags of `launch/train.py` besides Trainer's own, with the names of Hugging Face and TRL."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

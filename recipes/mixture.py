@@ -4,8 +4,6 @@ For one source, `dataset_name` is a text. For a mixture it is a list of texts or
 settings, a list of entries with the fields of a `Part`.
 """
 
-from __future__ import annotations
-
 import glob
 import math
 import os

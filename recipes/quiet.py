@@ -1,7 +1,5 @@
 """Silences the libraries, so that our own lines are seen. This module imports no library."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """What tests train on: a tiny model with its tokenizer, texts, and a checkpoint by Trainer."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -4,8 +4,6 @@ Each stands in one list, with the class or module that must have it. After an up
 the first test names those that are gone; the second finds names that the list lacks.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """`recipes list` and `where`: print the recipes and the paths of files, without any run."""
 
-from __future__ import annotations
-
 import argparse
 
 from launch.flags import Commands

@@ -1,7 +1,5 @@
 """`recipes check`: report whether a run is legal, before anything starts."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

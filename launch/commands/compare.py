@@ -3,8 +3,6 @@
 The function `differences` finds all differences. `recipes rerun` calls the function too.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """`recipes plan`: print the memory of each recipe on a GPU of any machine, and the best recipe."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -232,4 +230,4 @@ def _fits(entry: Planned) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:,.1f}"
+    return f"{round(size / _GIB, 1) + 0:,.1f}"  # + 0, or a small negative size would be -0.0

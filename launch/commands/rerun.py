@@ -1,7 +1,5 @@
 """`recipes rerun`: repeat a recorded run with its settings, engine and number of processes."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 The code that submits jobs is in `launch.jobs`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

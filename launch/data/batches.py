@@ -10,8 +10,6 @@ tokenized examples when the row is read. Packing a million examples takes 0.5 s;
 keeps rows with nothing to learn, and joins only within each thousand examples.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ trl's `maybe_convert_to_chatml` renames the keys of ShareGPT but not its roles, 
 meets `human`, `gpt` and `function_call`. That function does not read tools written as JSON either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

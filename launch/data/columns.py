@@ -1,7 +1,5 @@
 """Find the format of rows by their columns. Columns of local files are read before the launch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The demonstration: a small byte-level decoder learns Python's own source, without downloads."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 chat, Alpaca, or token ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress, zip_longest

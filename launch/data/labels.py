@@ -1,7 +1,5 @@
 """Read a classifier's targets from its label column: one class, several classes, or a number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Load a run's data: read, tokenize and check it before the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Read rows, not yet tokenized, from files, a folder, the Hub or the demonstration."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import gzip

@@ -14,8 +14,6 @@ the weights, however small a part is. With a single part, no window spans two ep
 row comes once before any row comes again.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ Only a classifier's tokens depend on max_length, because the tokenizer truncates
 would copy the raw data, start anew after a kill, and make the other ranks wait in a barrier.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

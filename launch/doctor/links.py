@@ -5,8 +5,6 @@ each rank reports. A rank that fails, hangs or dies affects nothing outside the 
 stage is a function that returns a `Check` or None, and raises if the rank cannot continue.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

@@ -3,8 +3,6 @@
 No check here imports torch.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

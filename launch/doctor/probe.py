@@ -1,7 +1,5 @@
 """The probe run of `recipes doctor`: start the ranks of this node, and find out why one failed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

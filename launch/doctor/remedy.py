@@ -5,8 +5,6 @@ fix, if the ranks fail again without this set. The doctor never sets a switch fo
 nodes try the same set at the same time.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each variant explains its result; the numbers in the table are measured on this 
 optimizer steps are in launch/explain/steps.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

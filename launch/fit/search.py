@@ -6,8 +6,6 @@ it runs on all ranks. The ranks share results through a store, because a process
 network that gloo finds (or, with NCCL, GPU memory).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

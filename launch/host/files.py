@@ -1,7 +1,5 @@
 """Write files atomically, and explain why the machine refuses a write."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Limit the memory of a process, measure its peak, and recognise that memory ran out."""
 
-from __future__ import annotations
-
 import re
 import resource
 from pathlib import Path

@@ -4,8 +4,6 @@ A new process runs this file as a script, which calls `main` of one of our modul
 file has to know how a new Python finds our packages, which may not be installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Keep texts that look like a secret out of records, and out of jobs that others can read."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -5,8 +5,6 @@ job some time later. A terminal that is closed sends SIGHUP. After the first ste
 is a stop request too, and a second Ctrl-C stops at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

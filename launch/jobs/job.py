@@ -3,8 +3,6 @@
 Every target renders the same job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

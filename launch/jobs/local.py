@@ -1,7 +1,5 @@
 """The target `local`: a bash script on this machine. It can retry a run that ran out of memory."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The target `slurm`: write the sbatch script of a job, submit it, and ask Slurm for its state."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 Every job is checked before it is sent.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -14,8 +14,6 @@ The checks execute no code of a checkpoint. A damaged checkpoint is never delete
 save was cut short.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

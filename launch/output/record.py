@@ -1,7 +1,5 @@
 """run.json, the record of a run: settings, environment, outcome. A damaged record is ignored."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

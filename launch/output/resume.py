@@ -1,7 +1,5 @@
 """Find the run that an output folder already holds, and choose the checkpoint to resume from."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

@@ -1,7 +1,5 @@
 """A Trainer that gives each checkpoint a manifest, once all files are flushed to the disk."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 

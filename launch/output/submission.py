@@ -1,7 +1,5 @@
 """submission.json in the output folder: how `recipes status` and `recipes logs` find a job."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

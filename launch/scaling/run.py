@@ -5,8 +5,6 @@ a machine without GPUs, each process gets the same number of cores at every size
 were its GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

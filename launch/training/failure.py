@@ -6,8 +6,6 @@ attempts resume from the run's own checkpoints. out_of_memory.json in the output
 flags of the next attempt, for `--on_oom next`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """A run's tokenizer and model: loaded or created, in 4 bits and with adapters if requested."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

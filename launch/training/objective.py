@@ -1,7 +1,5 @@
 """The loss of a classifier, and the metrics of its evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

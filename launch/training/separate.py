@@ -8,8 +8,6 @@ FlashAttention is imitated, because it has no CPU version. The model mixes examp
 of the second example's outputs with respect to the first example's embeddings is not 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

@@ -6,8 +6,6 @@ exposed communication time. A step without collectives takes as long as with a p
 this step takes longer while other processes run than alone, the difference is contention.
 """
 
-from __future__ import annotations
-
 import platform
 import shlex
 import time

@@ -2,8 +2,6 @@
 resume, with complete checkpoints, and without waiting for the GPU between logs.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ answer. Each function returns facts about one library, by the fact's name. `sche
 fact that is a list, such as `names("report_to")`. Add a new fact to its library's function.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

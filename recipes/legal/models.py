@@ -1,7 +1,5 @@
 """Tables of model types, such as `llama`, that the installed libraries keep."""
 
-from __future__ import annotations
-
 from recipes.legal.schema import facts, names
 
 # The model types of liger-kernel 0.8.5, for plans on a machine without this package.

@@ -3,8 +3,6 @@
 The tables omit legal names, and names such as `num_workers`, whose nearest legal name is right.
 """
 
-from __future__ import annotations
-
 _GONE_5_0 = "was removed in transformers 5.0"
 _OTHER = "has another name here"
 

@@ -4,8 +4,6 @@ After an install, a separate process (`recipes.legal.libraries`) imports the lib
 its answer is cached as a JSON file. The functions here read this file and import no library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

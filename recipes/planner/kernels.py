@@ -3,8 +3,6 @@
 Nothing here computes. Tensors have the shapes, dtypes and lifetimes that real kernels give them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

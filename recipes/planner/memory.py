@@ -4,8 +4,6 @@ Pure arithmetic on the sizes of a trace, in bytes, without torch. Every constant
 its source.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

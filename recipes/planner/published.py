@@ -1,7 +1,5 @@
 """Published facts about a GPU and its node: the CUDA context, PCIe, and Adam on the host."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from recipes.errors import UserError

@@ -5,8 +5,6 @@ what the forward keeps. Here the same partitioner divides the layers, and both h
 by operation. Results that inductor would fuse into the kernel that reads them take no memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ tensors are real, but no memory is allocated. This module imports torch and tran
 planner imports this module only when there is something to trace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

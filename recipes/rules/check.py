@@ -3,8 +3,6 @@
 `run.problems` already holds wrong names, types and choices of settings (run/command_line.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

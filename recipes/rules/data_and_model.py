@@ -4,8 +4,6 @@ The rules judge a local model before the start. They judge a model on the Hub on
 is downloaded: train.py then applies the same rules again.
 """
 
-from __future__ import annotations
-
 import glob
 import math
 import re

@@ -6,8 +6,6 @@ once. The probe also compares the arguments with a DeepSpeed JSON, and with Deep
 keys that the JSON leaves out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from recipes import legal

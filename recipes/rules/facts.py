@@ -17,8 +17,6 @@ A run that would train as asked gets no error: an ignored setting gets advice. A
 entry in CASES of its module's test file: a run that breaks the rule, and the nearest legal run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

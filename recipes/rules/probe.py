@@ -4,8 +4,6 @@ The probe needs no GPU and no process group. Rules judge what depends on the GPU
 that cannot be built becomes a problem in the library's own words, with the source of the value.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

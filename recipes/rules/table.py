@@ -8,8 +8,6 @@ their own too.
 The run's values are filled into `what` and `fix`: "{optim} needs ..." names the optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

@@ -2,8 +2,6 @@
 and checkpoints. Most rules of one expression, such as those about bf16 and tf32, are in `table`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The data-parallel size is the world size divided by the number of processes that share examples.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from recipes.errors import mistake, plural

@@ -1,7 +1,5 @@
 """Reads flags and configuration files into settings of the right type."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 `place.engine_for` decides which of these sources wins in a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path

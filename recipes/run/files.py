@@ -1,7 +1,5 @@
 """Finds the files that a user names, and reads YAML and JSON."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

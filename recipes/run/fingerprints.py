@@ -1,7 +1,5 @@
 """Fingerprints of data and models: equal fingerprints mean that two runs read the same files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

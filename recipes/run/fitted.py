@@ -1,7 +1,5 @@
 """Reads fit.json: the micro-batch that `--fit` found, and the training and devices it is for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

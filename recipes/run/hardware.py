@@ -5,8 +5,6 @@ CUDA_VISIBLE_DEVICES exactly as torch does, creates no context, and answers in m
 machine without libcuda trains on its CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

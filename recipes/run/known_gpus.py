@@ -11,8 +11,6 @@ shows "with sparsity". The table known_gpus.csv has sizes in MiB, as nvidia-smi 
 them, and the sources of the total and of the peak.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads a model's configuration and its local folder without importing transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

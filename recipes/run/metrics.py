@@ -1,7 +1,5 @@
 """The metrics that train.py reports for a classifier, and whether smaller or greater is better."""
 
-from __future__ import annotations
-
 # Metrics by transformers' `problem_type`. macro: the mean over the classes; weighted: the mean
 # weighted by examples per class; micro: over all labels of all examples at once.
 METRICS = {

@@ -13,8 +13,6 @@ A Python file holds a function without arguments that returns a `recipes.catalog
 as `--recipe mine.py:function`. In Python, the base may also be a recipe of your own.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where a run trains (processes, machine, launch), and the engine that trains it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

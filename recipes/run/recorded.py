@@ -6,8 +6,6 @@ derived value would now differ (another library version, a limit of the model, a
 if this is another machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ when someone reads it. A wrong setting does not raise: `resolve` collects the pr
 `check` reports all of them at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

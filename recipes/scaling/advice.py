@@ -4,8 +4,6 @@ Gains are predicted from measured times. A gain is the throughput after a change
 throughput before. Changes that keep the global batch come first.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ whether other jobs have the same global batch (strong scaling) or the same batch
 so this module compares the jobs. Rows of other programs are strong scaling unless they name a kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low, quantiles

@@ -1,7 +1,5 @@
 """The findings in words: how well a size scales, where it loses time, and what is unknown."""
 
-from __future__ import annotations
-
 from math import ceil
 
 from recipes.errors import plural

@@ -8,8 +8,6 @@ ranks wait 20 s for each other in the process group, which is shorter than the t
 not matter.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -16,8 +16,6 @@ Left out: readings with experts (modules of their own then, which bitsandbytes p
 three dimensions since transformers 5, which it leaves), and those of FSDP's version 1.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ each rank adds up the bytes of the tensors that are alive. The short cases hold 
 parameters, gradients, optimizer state and what is gathered; the long ones mostly activations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

@@ -7,8 +7,6 @@ so that other load on the machine slows both. Each pair of steps gives one ratio
 median, their quartiles, the hardware and the versions. Exits with 1 below 0.97.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -7,8 +7,6 @@ N places of recipes/ and launch/, evenly by room: a condition is negated, a `rai
 worktree of HEAD, with --slow also their slow ones. The same seed draws the same breaks.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

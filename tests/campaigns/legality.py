@@ -10,8 +10,6 @@ run that shows it. The same seed draws the same runs, whatever the number of wor
 there was a disagreement.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -5,8 +5,6 @@ As root, in network, mount and process namespaces of their own: nothing of this 
 The checks of machines that are not here are in tests/launch/doctor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

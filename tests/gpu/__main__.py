@@ -14,8 +14,6 @@ deepspeed, liger-kernel, peft, rich and scikit-learn, with what these require an
 `pytest -m gpu tests/gpu` asserts there what only a GPU can show.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ downloaded. Several cases run at once, so that one compiles while another is tim
 step, which may compile, a case has the GPU for itself. The first three steps are not timed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -8,8 +8,6 @@ On a CPU a case trains in fp32, and "allocated" is what torch's CPU allocator co
 the script, not the plan for a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A workspace of Azure ML on this machine: it answers the SDK over TLS, and notes the requests."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Jobs for Azure ML as a test makes them, as the SDK would send them, and as a node runs them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Running `recipes doctor` in a test, on a machine as the test describes it."""
 
-from __future__ import annotations
-
 import sys
 
 from launch.doctor import command

@@ -5,8 +5,6 @@ environment names, and runs launch/train.py. The forward pass sleeps as if a GPU
 other load on the machine changes little.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

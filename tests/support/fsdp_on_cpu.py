@@ -4,8 +4,6 @@ accelerate looks at FSDP only where it has found a GPU. Here it believes that it
 that its own plugin and `fully_shard` shard the model over gloo.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

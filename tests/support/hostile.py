@@ -1,7 +1,5 @@
 """Arguments that careless quoting breaks, and a stand-in for train.py that notes its arguments."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reference: a plain PyTorch training loop, written by hand, without Trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

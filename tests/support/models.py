@@ -1,7 +1,5 @@
 """Tiny models on the disk, and how a run loads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 The JSON holds `settings` of TrainingArguments and, if wanted, `sizes` of a ParallelismConfig.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

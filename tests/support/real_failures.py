@@ -1,7 +1,5 @@
 """Tiny trainings, launches and ranks of the real libraries, and whether a rule reports them."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Rows of data on the disk, and what a model learns from them once they are loaded."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Starts train.py from a test: one rank in this process, or through the real launchers."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

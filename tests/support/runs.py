@@ -1,7 +1,5 @@
 """Runs to resolve in tests: command lines, machines, Accelerate YAMLs and other files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

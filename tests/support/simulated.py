@@ -4,8 +4,6 @@ Processes, a link and loaders, without any code of the verdicts. Each effect can
 the cause of a slow step is known: the effect without which the step at the largest size is fastest.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from random import Random

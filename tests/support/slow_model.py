@@ -1,7 +1,5 @@
 """A model whose forward pass takes a known time, so that a signal arrives during a step."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A private Slurm cluster of two nodes on this machine, without root and munge, for one test."""
 
-from __future__ import annotations
-
 import getpass
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Trainings in processes of their own, to be told to stop in the middle."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

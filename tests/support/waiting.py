@@ -1,7 +1,5 @@
 """Waiting for what another process does, with a limit that no busy machine reaches."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """A tiny model whose memory is nearly all logits: a micro-batch takes much memory, little time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

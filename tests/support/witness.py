@@ -4,8 +4,6 @@
 of its examples. FSDP trains, too (tests/support/fsdp_on_cpu.py); STOP_AT_STEP is read as there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

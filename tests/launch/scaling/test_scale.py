@@ -1,7 +1,5 @@
 """`recipes scale run` and `--measure`, on trainings that are slow for a known reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 import shlex

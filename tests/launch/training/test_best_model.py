@@ -2,8 +2,6 @@
 holds the metrics of exactly the saved weights.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

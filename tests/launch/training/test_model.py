@@ -1,7 +1,5 @@
 """Models: loaded, quantised and given adapters as the run says, or refused in one line."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

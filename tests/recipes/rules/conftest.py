@@ -1,7 +1,5 @@
 """A fresh state for each test: the libraries remember things for a whole process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

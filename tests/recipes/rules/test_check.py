@@ -1,7 +1,5 @@
 """`check`: wrong inputs, all at once."""
 
-from __future__ import annotations
-
 import pytest
 
 from recipes.errors import UserError

@@ -1,7 +1,5 @@
 """Rules about data, models, adapters and attention, and what happens without them."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 

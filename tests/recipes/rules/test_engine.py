@@ -1,7 +1,5 @@
 """Rules about engines, and what really happens to the runs that they report."""
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import timedelta

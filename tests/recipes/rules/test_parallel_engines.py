@@ -2,8 +2,6 @@
 batch. What they train rightly is in tests/launch/training/test_train_engines.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import transformers
 from packaging.version import parse

@@ -1,7 +1,5 @@
 """The probe: what the installed libraries refuse, in their words, and nothing else."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

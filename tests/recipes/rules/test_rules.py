@@ -1,7 +1,5 @@
 """Every rule fires in its cases, and only there; what is shipped breaks no rule."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from pathlib import Path

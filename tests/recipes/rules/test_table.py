@@ -1,7 +1,5 @@
 """Each row of the table: a run in which it fires, the nearest legal one, and the real failure."""
 
-from __future__ import annotations
-
 import pytest
 
 from recipes import legal

@@ -1,7 +1,5 @@
 """Rules about training that are functions, and what happens without them."""
 
-from __future__ import annotations
-
 import pytest
 
 from recipes.run import here, resolve

@@ -1,7 +1,5 @@
 """The values read from a config.json are those of transformers' own configuration."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -1,7 +1,5 @@
 """Processes that share examples: read from every place that sets them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Advice, and whether it gains what it promises in simulations of the change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -5,8 +5,6 @@ its exchange), and a single row. The truth is what the simulator gains without e
 confusion matrix is printed: `pytest -rP tests/recipes/scaling/test_judged.py`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

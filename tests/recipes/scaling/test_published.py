@@ -5,8 +5,6 @@ line of its README), the numbers of GPUs or nodes, and images, sequences, tokens
 times where `scaling` says so. `published` is the speedup that the source prints, as far as it does.
 """
 
-from __future__ import annotations
-
 import csv
 from fractions import Fraction
 from pathlib import Path

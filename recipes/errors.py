@@ -46,6 +46,13 @@ def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserErr
     return UserError(Problem(subject, what, fix, source))
 
 
+def raise_errors(found: list[Problem]) -> list[Problem]:
+    """Return the advice in a list of problems. Raises `UserError` with every error in it."""
+    if errors := [problem for problem in found if problem.severity == "error"]:
+        raise UserError(*errors)
+    return found
+
+
 def one_line(error: object) -> str:
     """Shorten an error or a text to one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -16,7 +16,7 @@ from launch.flags import Commands
 from launch.output.record import FIELDS, MATERIAL, NO_DIFFERENCE
 from launch.terminal import duration, memory_size, plural, print_table, value_text
 from recipes.catalog import RECIPES
-from recipes.errors import UserError, mistake
+from recipes.errors import mistake, raise_errors
 from recipes.run import Json, here, nearest, recorded, resolve
 from recipes.run.metrics import is_figure, smaller_is_better
 from recipes.run.spec import COMMAND_LINE, LIBRARY, RunSpec, shown
@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("others", metavar="RUN", nargs="+", help="other runs to compare with the first")
     target = "a result that a run should reach, such as eval_loss 2.5; repeat the flag if several must be met"
     parser.add_argument("--target", metavar=("METRIC", "VALUE"), nargs=2, action="append", default=[], help=target)
-    parser.set_defaults(run=compare)
+    parser.takes(compare, "")
 
 
 # --- What differs ---------------------------------------------------------------------------------
@@ -234,8 +234,7 @@ def _recipe_run(name: str, processes: int | None, batch: int | None, trained_by:
     """Return a recipe's run on this machine. Raises `UserError` with every problem."""
     settings = {"recipe": name} | ({"global_batch_size": batch} if batch else {})
     run = resolve(place=here(processes, trained_by=trained_by), settings=settings)
-    if run.problems:
-        raise UserError(*run.problems)
+    raise_errors(list(run.problems))
     return run
 
 

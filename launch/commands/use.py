@@ -18,7 +18,7 @@ from launch.host.files import writing
 from launch.host.world import World, prepare_process, process_group
 from launch.output.checkpoints import model_notes, numbered
 from launch.terminal import console, memory_size, plural, print_note, print_table
-from recipes.errors import UserError, mistake, one_line
+from recipes.errors import mistake, one_line, raise_errors
 from recipes.mixture import title
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
@@ -146,8 +146,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
         whole = {"model_name_or_path": str(folder), "model_revision": "main", "use_peft": False, "load_in_4bit": False}
         changed = {**changed, **whole}
     run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
-    if errors := [problem for problem in run.problems if problem.severity == "error"]:
-        raise UserError(*errors)
+    raise_errors(list(run.problems))
     return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained, so no engine is needed
 
 

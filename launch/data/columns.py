@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from recipes.errors import Problem, UserError
+from recipes.errors import Problem, raise_errors
 from recipes.mixture import Part, files_of, parts_of_run
 from recipes.rules.data_and_model import file_kind
 from recipes.run import RunSpec, Settings
@@ -62,8 +62,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
 
 def require_columns(run: RunSpec) -> None:
     """Raise `UserError` with all problems of the columns of local files."""
-    if found := check_columns(run):
-        raise UserError(*found)
+    raise_errors(check_columns(run))
 
 
 def check_columns(run: RunSpec) -> list[Problem]:

@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, List, Value
 
 from launch.data.batches import Cut, Example
 from launch.data.tokens import lengths_of
-from recipes.errors import Problem, UserError, mistake, plural
+from recipes.errors import Problem, mistake, plural, raise_errors
 from recipes.rules.check import new_problems
 from recipes.run import RunSpec, Setting, Settings
 
@@ -94,10 +94,7 @@ def recognised(run: RunSpec, problem_type: str | None) -> tuple[RunSpec, list[Pr
         return run, []
     setting = Setting(problem_type, "data", f"the labels in the column {run['dataset_label_field']}")
     known = replace(run, limits={**run.limits, "problem_type": setting})
-    found = new_problems(known, run)
-    if errors := [problem for problem in found if problem.severity == "error"]:
-        raise UserError(*errors)
-    return known, found
+    return known, raise_errors(new_problems(known, run))
 
 
 def _labels(rows: Dataset, name: str, flag: str) -> set:

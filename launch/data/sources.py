@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 
 from launch.data.columns import column_problems, new_names
 from launch.data.demo import demo_corpus, held_out
-from recipes.errors import StreamBroke, UserError, mistake, one_line
+from recipes.errors import StreamBroke, UserError, mistake, one_line, raise_errors
 from recipes.mixture import Part, files_in, parts_of, paths_of
 from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import Json, Settings
@@ -129,8 +129,8 @@ def source_of(run: Settings, part: Part, rows: IterableDataset) -> Source:
         with _reading(part.name):
             first = next(iter(rows.iter(1)), None)
         features = Features() if first is None else Features.from_arrow_schema(first.schema)
-    if features and (wrong := column_problems(run, part, features)):
-        raise UserError(*wrong)
+    if features:
+        raise_errors(column_problems(run, part, features))
     names = new_names(features, part)
     return Source(part, rows, Features({new: features[old] for old, new in names.items()}))
 

@@ -127,7 +127,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("explain")
     topics = "; ".join(f"{name}: {topic.what}" for name, topic in TOPICS.items())
     parser.add_argument("topic", choices=TOPICS, help=topics)
-    parser.set_defaults(run=explain)
+    parser.takes(explain, "")
 
 
 def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -53,11 +53,6 @@ class World:
         """True on rank 0, the rank that prints."""
         return self.rank == 0
 
-    @property
-    def is_local_main(self) -> bool:
-        """True on a node's first rank, which prints mistakes that may exist on this node only."""
-        return self.rank % self.local_size == 0
-
     def place(self) -> Place:
         """Describe this launched process: its machine, and the engine of its launcher."""
         return here(self.size, local_world_size=self.local_size, launched=True)

@@ -27,7 +27,7 @@ import recipes
 from launch.host.secrets import without_secrets
 from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Target, flag_lines, one_of
 from launch.output.submission import Submission, announce
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import Problem, mistake, raise_errors
 from recipes.flags import flag
 from recipes.mixture import parts_of, paths_of
 from recipes.quiet import silence
@@ -321,8 +321,7 @@ def own_files(job: Job) -> list[Path]:
             if os.path.isdir(text):  # noqa: PTH112, of any text
                 fix = f"upload the folder with `hf upload`, and give --{name} its name on the Hub"
             problems.append(Problem(name, what, "use --data with an asset or uri" if is_data else fix))
-    if problems:
-        raise UserError(*problems)
+    raise_errors(problems)
     return files
 
 
@@ -353,8 +352,7 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
     training = training_in(content)
     if training is None:
         raise mistake("command", "does not start launch/train.py", "start it with the command of azureml/fast.yaml")
-    if problems := list(_missed_by_azure(content, training)):
-        raise UserError(*problems)
+    raise_errors(list(_missed_by_azure(content, training)))
     code = (folder / str(content.get("code", ""))).resolve()
     if not (code / "launch" / SCRIPT.name).is_file():
         fix = "use the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"

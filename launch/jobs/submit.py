@@ -21,7 +21,7 @@ from launch.jobs.slurm import Slurm
 from launch.output import record
 from launch.output.submission import NAME, Submission, noted
 from launch.terminal import console, print_note
-from recipes.errors import UserError, mistake
+from recipes.errors import UserError, mistake, raise_errors
 from recipes.rules.probe import probe_in_child
 from recipes.run.files import existing_path, nearest, read_yaml
 
@@ -67,8 +67,8 @@ def submit(
         return _show(text, job, target, output)
     if target.WRITES_HERE:
         refuse_while_in_use(job.folder)
-    if not isinstance(target, Local) and (problems := probe_in_child(job.run)):  # on this machine, train.py finds them
-        raise UserError(*problems)
+    if not isinstance(target, Local):  # on this machine, train.py finds them
+        raise_errors(probe_in_child(job.run))
     return target.send(text, job)
 
 

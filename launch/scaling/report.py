@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help=f"[{output}]")
     formats = "also draw each picture in this format, beside the .png"
     parser.add_argument("--format", nargs="+", choices=("svg", "pdf"), default=[], metavar="svg|pdf", help=formats)
-    parser.set_defaults(run=show_report)
+    parser.takes(show_report, "")
 
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -132,7 +132,8 @@ def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
         return True
     if isinstance(error, (KeyboardInterrupt, Preempted, Failure)):
         return world.is_main
-    return (world.is_local_main and not _lost_a_rank(error)) or not is_spoken_for(met_by_all)
+    is_first_of_node = world.rank % world.local_size == 0
+    return (is_first_of_node and not _lost_a_rank(error)) or not is_spoken_for(met_by_all)
 
 
 def _rank(world: World) -> str:

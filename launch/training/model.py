@@ -28,7 +28,7 @@ from launch.data.load import Data
 from launch.host.memory import ran_out
 from launch.terminal import console, print_note
 from launch.training.separate import with_separate_examples
-from recipes.errors import Problem, UserError, mistake, one_line, plural
+from recipes.errors import Problem, UserError, mistake, one_line, plural, raise_errors
 from recipes.planner.memory import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import refused_by_class, what_peft_accepts
@@ -97,8 +97,7 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     if run["gradient_checkpointing"] and cls and not cls.supports_gradient_checkpointing:
         what, fix = f"{cls.__name__} has no gradient checkpointing", "--gradient_checkpointing false"
         found.append(run.with_source(Problem("gradient_checkpointing", what, fix)))
-    if errors := [problem for problem in found if problem.severity == "error"]:
-        raise UserError(*errors)
+    raise_errors(found)
     known, advice = with_separate_examples(known, config)
     return known, [*found, *advice]
 

@@ -4,9 +4,11 @@ from recipes.legal.schema import (
     ALIASES,
     Field,
     accelerate_nested_keys,
+    model_class,
     names,
     run_flags,
     settings,
     trainer_fields,
+    types_with_fused_loss,
     version,
 )

@@ -156,8 +156,7 @@ def deepspeed() -> Json:
     No class lists the top-level keys, so the result is every word in the source: all keys and more.
     """
     folder = package_folder("deepspeed")
-    if folder is None:
-        return {}
+    assert folder, "DeepSpeed is not installed"
     files = [file for name in ("constants", "config", "config_v2") for file in folder.glob(f"**/{name}.py")]
     return {"deepspeed_json": set().union(*(_words(file.read_text("utf-8")) for file in files))}
 

@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from recipes.errors import Problem, UserError
+from recipes.errors import Problem, UserError, raise_errors
 from recipes.rules import data_and_model, engine, table, training
 from recipes.rules.facts import Rule
 from recipes.run import RunSpec
@@ -53,8 +53,4 @@ def new_problems(run: RunSpec, before: RunSpec) -> list[Problem]:
 
 def require_legal(run: RunSpec) -> list[Problem]:
     """Return the advice about a legal run. Raise `UserError` with every error of an illegal run."""
-    found = check(run)
-    errors = [problem for problem in found if problem.severity == "error"]
-    if errors:
-        raise UserError(*errors)
-    return found
+    return raise_errors(check(run))

@@ -14,7 +14,6 @@ from pathlib import Path, PurePath
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.legal import models, version
 from recipes.mixture import Part, files_of, parts_of, paths_of
 from recipes.rules.facts import (
     advice,
@@ -233,8 +232,8 @@ def the_model_can_do_the_task(run):
     """Loading fails with `Transformers does not recognize this architecture` or
     `Unrecognized configuration class ...`, or would run Python code that comes with the model.
     """
-    name, kind, task, known = run["model_name_or_path"], _type(run), run["task"], models.known_types()
-    if name is None or model_config(run) is None or not known or models.model_class(kind, task):
+    name, kind, task, known = run["model_name_or_path"], _type(run), run["task"], legal.names("model_types")
+    if name is None or model_config(run) is None or not known or legal.model_class(kind, task):
         return
     if kind not in known and run.model is not None:
         return  # transformers, or the user's script, has already loaded this configuration
@@ -247,11 +246,11 @@ def the_model_can_do_the_task(run):
         what = f"{name} has no model_type in its config.json"
         yield Problem("model_name_or_path", what, "use the config.json that save_pretrained wrote")
     elif kind not in known:
-        what = f"{name} has the type {kind!r}, which transformers {version('transformers')} does not know"
+        what = f"{name} has the type {kind!r}, which transformers {legal.version('transformers')} does not know"
         say = Problem if not run.place.is_elsewhere else advice  # another version may be installed there
         yield say("model_name_or_path", what, "pip install --upgrade transformers, or use another model")
     elif code:
-        others = [f"--task {other}, or " for other in _AUTO_CLASSES if models.model_class(kind, other)]
+        others = [f"--task {other}, or " for other in _AUTO_CLASSES if legal.model_class(kind, other)]
         yield Problem(
             "model_name_or_path", f"transformers has no {kind} model for {task}", f"{''.join(others)}use another model"
         )
@@ -270,7 +269,7 @@ def fuses_the_loss(run: RunSpec) -> bool:
     """True if Liger computes a language model's loss from the hidden states, without the logits."""
     asked = run["use_liger_kernel"] and run["task"] == "causal_lm"
     fused = mapping(run["liger_kernel_config"]).get("fused_linear_cross_entropy", True)
-    return bool(asked and fused and _type(run) in models.types_with_fused_loss())
+    return bool(asked and fused and _type(run) in legal.types_with_fused_loss())
 
 
 def what_peft_accepts(message: str, dora: bool = False) -> str:
@@ -378,7 +377,7 @@ def _layers_of_base(cls: type) -> Sequence[str]:
 def _is_encoder(run: RunSpec) -> bool:
     config = known_config(run)
     decodes = config.get("is_encoder_decoder") or config.get("is_decoder")
-    return bool(models.model_class(_type(run), "masked_lm")) and not decodes
+    return bool(legal.model_class(_type(run), "masked_lm")) and not decodes
 
 
 def _names_no_attention(run: RunSpec) -> bool:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recipes import legal
-from recipes.errors import Problem, UserError
+from recipes.errors import Problem, raise_errors
 from recipes.legal.libraries import ABSENT
 from recipes.quiet import silence
 from recipes.rules.facts import (
@@ -54,8 +54,7 @@ def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
 
 def require_constructible(run: RunSpec) -> None:
     """Raise `UserError` with everything that the libraries refuse."""
-    if found := probe(run):
-        raise UserError(*found)
+    raise_errors(probe(run))
 
 
 def probe_in_child(run: RunSpec) -> list[Problem]:

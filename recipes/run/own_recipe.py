@@ -22,7 +22,7 @@ from typing import Any
 
 from recipes import legal
 from recipes.catalog import RECIPES, Decision, Recipe, Value
-from recipes.errors import Problem, UserError, mistake, one_line
+from recipes.errors import Problem, UserError, mistake, one_line, raise_errors
 from recipes.run.command_line import accept, unknown
 from recipes.run.files import existing_path, find_yaml, nearest, read_yaml, shipped
 from recipes.run.spec import BATCH_FIELDS, Setting
@@ -130,8 +130,7 @@ def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
             changes[legal.ALIASES.get(name, name)] = _change(str(name), value, file)
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    raise_errors(problems)
     return replace(recipe, changes=changes)
 
 
@@ -168,8 +167,7 @@ def _decision(name: str, pair: Any, file: str) -> Decision:
         raise mistake(name, "has no reason", f'[{value}, "the reason"]', file)
     problems: list[Problem] = []
     accepted = accept({name: pair[0]}, file, problems)
-    if problems:
-        raise UserError(*problems)
+    raise_errors(problems)
     return next(iter(accepted.values())).value, pair[1]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import Problem, UserError, mistake, raise_errors
 from recipes.run import Settings
 
 WARM_UP_STEPS = 3  # steps at the start of each run that are not timed
@@ -131,8 +131,7 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
                 rows.append(parse_row({"name": file.stem, **cells}, f"{file}, line {number}"))
             except UserError as error:
                 problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    raise_errors(problems)
     if not rows:
         raise mistake("FILE", "holds no timings", _EXAMPLE)
     return rows

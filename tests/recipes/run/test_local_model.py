@@ -6,11 +6,11 @@ import json
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
-from recipes.legal import models
+from recipes import legal
 from recipes.run.local_model import local_config, max_positions, text_config
 
 TASKS = ("causal_lm", "sequence_classification")
-TYPES = sorted(kind for kind in models.known_types() if any(models.model_class(kind, task) for task in TASKS))
+TYPES = sorted(kind for kind in legal.names("model_types") if any(legal.model_class(kind, task) for task in TASKS))
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def test_a_type_has_a_class_for_a_task_where_the_auto_class_finds_one():
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     for task, auto in zip(TASKS, (AutoModelForCausalLM, AutoModelForSequenceClassification), strict=True):
-        found = {kind for kind in models.known_types() if models.model_class(kind, task)}
-        assert found == {kind for kind in models.known_types() if CONFIG_MAPPING[kind] in auto._model_mapping}
+        found = {kind for kind in legal.names("model_types") if legal.model_class(kind, task)}
+        assert found == {kind for kind in legal.names("model_types") if CONFIG_MAPPING[kind] in auto._model_mapping}
 
 
 @pytest.mark.slow

@@ -122,6 +122,8 @@ def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tm
         ("experts", "--gpu H100 --mfu 0.4", "experts, or without attention, are not counted; --mfu has no effect"),
         ("llama", "--gpu_memory 8", "the time of a step is unknown: the peak of this GPU is unknown: choose"),
         ("llama", "--gpu H100 --recipe baseline", "the GPU's peak in fp32 is unknown\n"),
+        ("llama", "--gpu H100 --num_processes 2 --details", "communication (at 370 GB/s, "),
+        ("llama", "--gpu H100 --num_processes 2 --nodes 2 --details", "(left out: --bandwidth GB/s adds it)"),
     ],
 )
 def test_it_says_why_a_recipe_is_recommended_and_why_its_time_is_unknown(model, argv, why, said):

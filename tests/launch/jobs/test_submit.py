@@ -49,6 +49,20 @@ def test_a_job_with_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(tmp
     assert "standard.yaml" in text and "DeepSpeed ZeRO-1" in text and "--deepspeed_multinode_launcher" not in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, "so the job has no GPU"),
+        ({"gpus_per_node": "2"}, "Fix: --cpus_per_task 16"),
+        ({"gpus_per_node": "2", "cpus_per_task": 8}, ""),
+    ],
+)
+def test_slurm_advises_to_ask_for_gpus_and_cores(flags, said, capsys):
+    Slurm(**flags).place(None)
+    printed = " ".join(capsys.readouterr().err.split())
+    assert said in printed if said else not printed
+
+
 def test_arguments_arrive_as_they_were_typed(tmp_path):
     text = Local().render(hostile_job(HOSTILE, tmp_path))
     subprocess.run(["bash", "-c", text], check=True, cwd=tmp_path)

@@ -8,9 +8,11 @@ from transformers import LlamaConfig
 
 from launch.cli import main
 from recipes import plan_memory
-from recipes.planner.memory import EVALUATION, TRAINING
+from recipes.planner.fits import Estimator
+from recipes.planner.memory import EVALUATION, NOTHING, TRAINING
 from recipes.run.files import shipped
 from tests.recipes.planner.small import LARGE, SMALL, SMALL_CARD, as_printed, planned, run_of
+from tests.support.runs import A100, machine
 
 # --- What is recommended --------------------------------------------------------------------------
 
@@ -81,6 +83,17 @@ def test_a_large_evaluation_sets_the_peak_and_gives_way_to_the_largest_that_fits
     assert large.fits and of_evaluation(2 * size).recipes[0].flags == large.flags
     assert f"with --per_device_eval_batch_size {size}; without it, no micro-batch fits" in large.notes
     assert f"--per_device_eval_batch_size {size} " in of_evaluation(64).command
+
+
+def test_an_evaluation_is_planned_neither_compiled_nor_recomputed(monkeypatch):
+    """Trainer evaluates the model that accelerate has not compiled."""
+    cases = []
+    monkeypatch.setattr(Estimator, "_of_case", lambda self, run, case: cases.append(case) or NOTHING)
+    for flags in ((), ("--gradient_checkpointing",)):
+        Estimator(SMALL["llama"]).memory(run_of("fast", "--eval_strategy", "epoch", *flags, hardware=machine(A100)), 4)
+    training, evaluation, recomputed, again = cases
+    assert training.compiled and recomputed.checkpointing
+    assert not any(case.compiled or case.checkpointing for case in (evaluation, again))
 
 
 # --- If nothing fits ------------------------------------------------------------------------------

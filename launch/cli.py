@@ -130,11 +130,10 @@ def _require_known(rest: list[str], parser: Parser, command: Command) -> None:
             if not flag.startswith("--") or name_of(flag)[0] in known:
                 continue
         similar = get_close_matches(flag[2:].replace("-", "_"), [*parser.flags, *known], n=1, cutoff=0.7)
-        if similar and similar[0] in parser.flags:
-            raise mistake(flag, f"is not an argument of `{parser.prog}`", f"--{similar[0]}")
-        if not command.train_flags:
-            fix = "write train.py's flags after --" if flag.startswith("--") and "submit" in parser.prog else ""
-            raise mistake(word, f"is not an argument of `{parser.prog}`", fix or f"see `{parser.prog} --help`")
+        fix = f"--{similar[0]}" if similar and similar[0] in parser.flags else ""
+        if fix or not command.train_flags:
+            other = "write train.py's flags after --" if "submit" in parser.prog else f"see `{parser.prog} --help`"
+            raise mistake(flag, f"is not an argument of `{parser.prog}`", fix or other)
 
 
 def _help() -> str:

@@ -87,15 +87,10 @@ def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
         elif isinstance(field.default, tuple):
             options["nargs"] = "+"
         else:
-            options["type"] = value_type(field)
+            options["type"] = field.metadata.get("type") or (count if "int" in str(field.type) else str)
         if "choices" in field.metadata:
             options["choices"] = field.metadata["choices"]
         parser.add_argument(f"--{field.name}", **options)
-
-
-def value_type(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """Return the function that reads a field's text, or raises `ArgumentTypeError`."""
-    return field.metadata.get("type") or (count if "int" in str(field.type) else str)
 
 
 def given(flags: type, options: argparse.Namespace) -> dict[str, Any]:

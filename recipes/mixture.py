@@ -7,7 +7,6 @@ settings, a list of entries with the fields of a `Part`.
 import glob
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -98,12 +97,6 @@ def paths_of(name: str | None) -> list[Path]:
     if not name or not glob.has_magic(name):
         return []
     return [Path(match) for match in sorted(glob.glob(path, recursive=True)) if Path(match).is_file()]  # noqa: PTH207
-
-
-def files_in(folder: Path) -> list[Path]:
-    """Return the sorted files that `datasets` reads in a folder: no hidden files or folders."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return [file for file in files if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}")]
 
 
 def title(dataset_name: str | Sequence[Any] | None) -> str:

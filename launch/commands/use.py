@@ -61,7 +61,10 @@ def add_parser(commands: Commands) -> None:
     text = "Measure the model of a run on the run's --dataset_test_split. --dataset_name FILE_OR_ID names other data, "
     text += "with split `train` unless --dataset_test_split names another. train.py's other flags change settings."
     commands.add_parser("evaluate", description=text).takes(evaluate, _EVALUATE)
-    text = "Generate with the model of a run. If its tokenizer has a chat template, the prompt is a user's message."
+    text = (
+        "Generate with the model of a run; its generation config decides whether tokens are sampled. If the tokenizer "
+    )
+    text += "has a chat template, the prompt is a user's message."
     commands.add_parser("generate", description=text).takes(generate, _GENERATE, max_new_tokens=100)
     text = "Merge a trained adapter, such as LoRA, into its base model, and write a model that any library loads, with "
     text += "tokenizer and generation config. Merged logits are first compared with the logits of base plus adapter."
@@ -145,9 +148,17 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     if not is_adapter:  # the folder holds a whole model, perhaps a merged one
         whole = {"model_name_or_path": str(folder), "model_revision": "main", "use_peft": False, "load_in_4bit": False}
         changed = {**changed, **whole}
+        if _is_outdated(folder, folder.parent):
+            print_note(f"{folder} was merged before its adapter was trained further", console(stderr=True))
     run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
     raise_errors(list(run.problems))
     return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained, so no engine is needed
+
+
+def _is_outdated(merged: Path, folder: Path) -> bool:
+    """True if the folder's adapter was written after this merged model."""
+    adapter = folder / "adapter_model.safetensors"
+    return adapter.is_file() and adapter.stat().st_mtime > merged.stat().st_mtime
 
 
 def _record_of(folder: Path) -> Path:
@@ -182,7 +193,8 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
         fix = next(holding, "give the folder of a run with --use_peft; other runs need no merge")
         raise mistake("FOLDER", f"{folder} holds no adapter", fix)
     if output.exists():
-        raise mistake("output", f"{output} exists already", "give --output a new folder")
+        what = f"{output} exists already{', and is older than the adapter' if _is_outdated(output, folder) else ''}"
+        raise mistake("output", what, f"give --output a new folder, or first remove it with `rm -r {output}`")
     record = recorded.read(_record_of(folder), "FOLDER")
     other = {"model_name_or_path": options.model_name_or_path, "model_revision": "main"}
     whole = {"eval_strategy": "no", "load_in_4bit": False, "gradient_checkpointing": False, "attn_implementation": None}

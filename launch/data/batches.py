@@ -49,7 +49,7 @@ class Cut(_Made):
 
     def __str__(self) -> str:
         shown = np.minimum(lengths_of(self.examples), self.length)
-        return f"{len(self):,} examples of {shown.mean():,.0f} tokens, the longest {shown.max():,}{self.cut()}"
+        return f"{len(self):,} examples, {shown.mean():,.0f} tokens on average, {shown.max():,} at most{self.cut()}"
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -17,9 +17,10 @@ from huggingface_hub import HfApi
 from launch.data.columns import column_problems, new_names
 from launch.data.demo import demo_corpus, held_out
 from recipes.errors import StreamBroke, UserError, mistake, one_line, raise_errors
-from recipes.mixture import Part, files_in, parts_of, paths_of
+from recipes.mixture import Part, parts_of, paths_of
 from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import Json, Settings
+from recipes.run.files import files_in
 
 _WHOLE = "use complete files in UTF-8 whose rows all have the columns and types of the first row"
 _ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; a path starts at the current folder"

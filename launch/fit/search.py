@@ -56,7 +56,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     if world.is_main and "kept" not in start:
         record.write(run["output_dir"], found, FIT)
     batch = fitted.as_batch(run, found)  # from rank 0: other nodes may have other devices
-    terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
+    next_run = "\nnext  `recipes train` with the same flags uses it" if run["fit_only"] else ""
+    terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}{next_run}", highlight=False)
     return replace(run, batch=batch)
 
 

@@ -257,6 +257,10 @@ def _remote(name: str, uri: str) -> str:
     if _REMOTE.fullmatch(uri):
         return uri
     fix = "use azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
+    if name == "data" and existing_path(uri):
+        fix = (
+            f"for a file in the current folder, write -- --dataset_name {uri}: it is uploaded with the code; else {fix}"
+        )
     raise mistake(name, f"{uri} is neither a data asset nor a uri of storage", fix)
 
 

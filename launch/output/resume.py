@@ -170,9 +170,8 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
         return None
     kept, course = _changes(run, old)
     notes = model_notes(folder, old["model_files"])
-    for name, (then, now) in (kept | course).items():
-        was_resumed = name in kept and len(old.get("sessions", [])) > 1  # then this flag may have been given before
-        if run.explicit(name) and name not in _NO_OTHER_MODEL and not was_resumed:
+    for name, (then, now) in (kept | course | record.changes(old, run, ["recipe"])).items():
+        if run.explicit(name) and name not in _NO_OTHER_MODEL:
             what = f"{folder} holds a finished run with {name} {then}, not {now}"
             raise _refused(run, what, "use another --output_dir, or --fresh to archive that run", name)
         notes.append(f"not trained, because the run has finished: {name} {now} (was {then})")
@@ -286,12 +285,14 @@ def _skip(checkpoint: Checkpoint) -> str:
 
 
 def _require_same_training(run: RunSpec, old: Json) -> None:
-    changed = record.changes(old, run, record.IDENTITY)
+    kept = [name for name in record.KEPT_BY_RESUME if run.explicit(name) and name not in _NO_OTHER_MODEL]
+    changed = record.changes(old, run, [*record.IDENTITY, *kept])
     if run["problem_type"] is None:  # the data decides the type, and the data is the same
         changed.pop("problem_type", None)
     if run["use_peft"] and not run.explicit("dtype"):  # the dtype of frozen weights depends on the GPU
         changed.pop("dtype", None)
-    now, remedies = record.material(run), {}
+    now = record.material(run)
+    remedies = {name: f"--{name} {changed[name][0]} to continue, " for name in kept if name in changed}
     for name, what in record.MATERIAL.items():
         then = old.get(what)
         if now[what] and now[what] == then:  # whatever the path: Azure ML mounts inputs elsewhere each time

@@ -13,6 +13,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -183,7 +184,11 @@ def _measure_in_turns(
     """
     largest = max(point.num_processes for point in points)
     failed: list[Point] = []
+    began = time.monotonic()
     for repeat in range(repeats):
+        if repeat == 1:
+            one = time.monotonic() - began
+            print(f"a round took {one:.0f} s: about {one * (repeats - 1) / 60:.0f} minutes for the others", flush=True)
         for point in points if repeat % 2 == 0 else reversed(points):
             if point in failed:
                 continue

@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from statistics import fmean, median, median_low
 
 import torch
@@ -226,13 +227,20 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         **peak_memory(),
         "log_history": state.log_history,
     }
-    if not steps:
-        entries["train_loss"] = None  # Trainer reports 0, but an earlier start trained all steps
+    if steps < state.global_step:  # Trainer divides the losses of this start by the steps of all starts
+        entries["train_loss"] = _mean_loss(state.log_history)
     if timing.step_time:
         entries["samples_per_second"] = run.batch.total / timing.step_time
         entries["tokens_per_second"] = tokens_per_step / timing.step_time
         entries["mfu"] = utilisation(run, trainer, entries["tokens_per_second"])
     return entries
+
+
+def _mean_loss(history: list[dict[str, float]]) -> float | None:
+    """Return the mean of the logged losses, each weighted by its steps; None if none was logged."""
+    logged = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    total = sum((step - before) * loss for (before, _), (step, loss) in pairwise([(0, 0.0), *logged]))
+    return total / logged[-1][0] if logged else None
 
 
 def utilisation(run: RunSpec, trainer: RecipeTrainer, tokens_per_second: float) -> float | None:

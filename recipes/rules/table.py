@@ -382,10 +382,9 @@ _OF_TRAIN_PY = (
               "is missing: the run would train the demonstration's small decoder on this data",
               "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
-              lambda run: run["task"] != "causal_lm" and (_parts(run)[1:] or any(part.columns for part in _parts(run))),
-              "is a mixture or renames columns, and --task is {task}",
-              "use one source with all labels; --dataset_text_field and --dataset_label_field name its columns",
-              "Each part would have classes of its own, and train.py would not rename the columns."),
+              lambda run: run["task"] != "causal_lm" and _parts(run)[1:],
+              "is a mixture, and --task is {task}", "use one source with all labels",
+              "Each part would have classes of its own."),
     error_row("a_streamed_mixture_has_weights", "dataset_name",
               lambda run: run["dataset_streaming"] and _parts(run)[1:] and _parts(run)[0].weight is None,
               "is a mixture without weights: each stream would be read to its end, and may have no end",
@@ -405,7 +404,7 @@ _OF_TRAIN_PY = (
                lambda run: _fine_tunes(run) and run["optim"].startswith("adamw")
                and not _usual_rates(run)[0] <= run["learning_rate"] <= _usual_rates(run)[1],
                lambda run: "{:g} is unusual for {}".format(run["learning_rate"], _usual_rates(run)[2]),
-               lambda run: "--learning_rate from {:g} to {:g}".format(*_usual_rates(run)),
+               lambda run: f"--learning_rate {'2e-4' if run['use_peft'] else '2e-5'}, to begin with",
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
                lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],

@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def existing_path(name: str | None) -> Path | None:
     """The file or folder of this name; None if it does not exist here."""
     path = expanded(name or "")
     return path if name and os.path.exists(path) else None  # noqa: PTH110, Path.exists raises for a long name
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the sorted files that `datasets` reads in a folder: no hidden files or folders."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return [file for file in files if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}")]
 
 
 def nearest(name: object, names: Iterable[str], cutoff: float = 0.6) -> str:

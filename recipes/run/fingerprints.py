@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.mixture import files_in, parts_of, paths_of
-from recipes.run.files import expanded, hf_home
+from recipes.mixture import parts_of, paths_of
+from recipes.run.files import expanded, files_in, hf_home
 
 _METHOD = "sha256-"
 _BLOCK_BYTES = 1 << 16

@@ -53,6 +53,12 @@ def test_labels_decide_the_kind_of_classification(name, tmp_path, tokenizer):
     assert [*shown_examples(data, tokenizer, 1)] == [f"text 0 -> {labels[0]}"]
 
 
+def test_columns_are_renamed_for_a_classifier_too(tmp_path, tokenizer):
+    path = jsonl(tmp_path, [{"review": f"text {label}", "sentiment": label} for label in "ab"])
+    renamed = {"dataset_columns": ["review=text", "sentiment=label"], "task": "sequence_classification"}
+    assert load_data(run_with(dataset_name=path, **renamed), tokenizer).labels == ["a", "b"]
+
+
 WRONG = {
     "nothing in a row": ([None, 1], None, "dataset_label_field", "1 row without a usable label"),
     "objects": ([{"a": 1}, {"a": 2}], None, "dataset_label_field", "2 rows without a usable label"),

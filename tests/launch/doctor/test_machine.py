@@ -47,6 +47,8 @@ def test_an_invalid_ordinal_explains_why_gpus_are_missing(nvidia_smi, monkeypatc
     assert found.status == "error"
     assert found.found.startswith("CUDA sees 1: '2' in CUDA_VISIBLE_DEVICES=0,2,1 is not a GPU")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    found = machine.visible_gpus(requested(gpus=0))
+    assert (found.status, found.found) == ("error", "nvidia-smi lists 2, but CUDA finds none")
     found = machine.visible_gpus(requested("--num_processes", "3", gpus=2))
     assert (found.status, found.fix, found.fatal) == ("error", "--num_processes 2, or more GPUs", True)
 

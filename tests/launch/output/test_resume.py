@@ -108,17 +108,14 @@ def replace(folder, step, other):
 
 
 def test_a_resume_skips_damaged_checkpoints_and_repeats_the_losses(whole_run, another_run, stopped, tiny_model, texts):
-    """From the newest checkpoint of its own that is whole. What a resume keeps is recorded."""
+    """From the newest checkpoint of its own that is whole."""
     replace(stopped, 6, another_run)
     flip(stopped / "checkpoint-4" / "model.safetensors")
-    resumed = train_here(tiny_model, texts, stopped, *other("--learning_rate", "5e-3"))
+    resumed = train_here(tiny_model, texts, stopped, *SIX_STEPS)
     said = " ".join(resumed.output.split())
     assert "checkpoint-6 is damaged (it belongs to another run): skipped, kept as damaged-checkpoint-6" in said
     assert "checkpoint-4 is damaged (model.safetensors has changed" in said and "checkpoint-2, step 2" in said
     assert losses(resumed) == losses(whole_run[0])
-    assert "learning_rate 0.005 is ignored by a resume, which keeps 0.001" in said
-    assert "schedule learning_rate 0.001," in said and "learning_rate = 0.001 (checkpoint)" in said  # as it trains
-    assert resumed.record["settings"]["learning_rate"]["value"] == 0.001
     writers = [manifest_of(path)["run"] for path in numbered(stopped)]
     assert [*writers, resumed.record["run"]] == [whole_run[0].record["run"]] * 4
     assert (stopped / "damaged-checkpoint-4" / "model.safetensors").exists()
@@ -306,6 +303,12 @@ def test_another_run_is_writing_there(asked, tmp_path):
         os.close(handle)
 
 
+def test_another_learning_rate_is_refused_with_the_one_that_continues(asked, stopped):
+    said = refused(asked(stopped, *other("--learning_rate", "5e-3")))
+    assert "holds a run with learning_rate 0.001, not 0.005" in said
+    assert "use --learning_rate 0.001 to continue, another --output_dir, or --fresh" in said
+
+
 @pytest.mark.usefixtures("own_cache")
 def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(finished, tiny_model, texts):
     flip(finished / "checkpoint-6" / "optimizer.pt")
@@ -394,7 +397,7 @@ def test_the_same_command_again_goes_on_from_its_newest(begun, found):
     """A job that is queued again would lose all steps since its first start."""
     folder, named = begun
     again = found(folder, *SIX_STEPS, *named)
-    assert again.checkpoint == folder / "checkpoint-4" and "this run began from" in again.notes
+    assert again.checkpoint == folder / "checkpoint-4" and "to begin at" in again.notes
     assert again.identity == read_record(folder)["run"]
 
 

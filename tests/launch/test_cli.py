@@ -33,6 +33,7 @@ def test_train_py_lists_every_setting(capsys):
     assert train.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert [name for name in legal.settings() if f"--{name}" not in printed] == []
+    assert "rank of the LoRA matrices [16]\n" in printed
 
 
 @pytest.mark.parametrize("words", ["--gpu_memory nan", "--gpu_memory -5", "--bandwidth inf", "--mfu 40", "--mfu x"])

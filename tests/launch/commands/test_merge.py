@@ -1,5 +1,6 @@
 """`recipes merge`: the merged model is adapter plus base, in plain transformers."""
 
+import os
 import shutil
 
 import pytest
@@ -131,6 +132,9 @@ def test_weights_that_have_no_place(adapter, tiny_model, tmp_path, capsys):
 
 def test_what_cannot_be_merged_is_one_line(adapter, tiny_model, texts, tmp_path, capsys):
     assert "exists already" in merge(capsys, adapter, "--output", tiny_model)[1]
+    (tmp_path / "older").mkdir()
+    os.utime(tmp_path / "older", (0, 0))
+    assert "and is older than the adapter" in merge(capsys, adapter, "--output", tmp_path / "older")[1]
     assert f"{tiny_model} holds no adapter" in merge(capsys, tiny_model)[1]
     (tmp_path / "checkpoint-2").mkdir()  # of a whole model
     assert "other runs need no merge" in " ".join(merge(capsys, tmp_path)[1].split())

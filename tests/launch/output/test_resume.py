@@ -116,6 +116,7 @@ def test_a_resume_skips_damaged_checkpoints_and_repeats_the_losses(whole_run, an
     assert "checkpoint-6 is damaged (it belongs to another run): skipped, kept as damaged-checkpoint-6" in said
     assert "checkpoint-4 is damaged (model.safetensors has changed" in said and "checkpoint-2, step 2" in said
     assert losses(resumed) == losses(whole_run[0])
+    assert resumed.record["train_loss"] == pytest.approx(whole_run[0].record["train_loss"])  # of all steps
     writers = [manifest_of(path)["run"] for path in numbered(stopped)]
     assert [*writers, resumed.record["run"]] == [whole_run[0].record["run"]] * 4
     assert (stopped / "damaged-checkpoint-4" / "model.safetensors").exists()
@@ -317,6 +318,8 @@ def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(f
     assert outcome.code == 2 and "with packing False, not True" in outcome.output
     outcome = train_here(tiny_model, texts, finished, *other("--seed", "7"))
     assert outcome.code == 2 and "holds a finished run with seed 42, not 7" in outcome.output
+    outcome = train_here(tiny_model, texts, finished, *SIX_STEPS, "--recipe", "baseline")
+    assert outcome.code == 2 and "holds a finished run with recipe standard, not baseline" in outcome.output
     outcome = train_here(tiny_model, texts, finished, *other("--logging_steps", "3"))
     assert outcome.code == 0 and "nothing to train" in outcome.output
     assert "not trained, because the run has finished: logging_steps 3" in outcome.output

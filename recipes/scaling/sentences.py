@@ -90,10 +90,10 @@ def _too_noisy(size: Size) -> str:
     covered = max((one for one in size.losses.causes if not one.clear), key=lambda cause: cause.seconds)
     off = covered.uncertain
     beside = ", with those of one process," if covered.key in AGAINST_A_REFERENCE else ""
-    text = f"Too noisy to name a cause: {CAUSES[covered.key]} seems to take {covered.share:.0%} of a step, and the "
+    text = f"Too noisy to name a cause: {CAUSES[covered.key]} may take {covered.share:.0%} of a step, but the "
     text += f"repeats{beside} leave an uncertainty of {off / covered.step:.0%}."
     more = ceil(1.2 * size.repeats * (off / covered.seconds) ** 2)
-    return f"{text} Measure on a quiet machine, or with more repeats (`recipes scale run --repeats {more}`)."
+    return f"{text} Measure on a quiet machine; on this one, `recipes scale run --repeats {more}` may suffice."
 
 
 def _beside_one(size: Size) -> str:

@@ -128,7 +128,7 @@ def test_where_repeats_differ_by_more_than_the_effect_there_is_no_cause_and_no_a
     (series,) = analyse(rows)
     assert (series.sizes[-1].cause, series.sizes[-1].losses.undecided) == (None, "noise")
     assert advise(series.sizes[-1], series) == []
-    assert "Too noisy to name a cause: communication seems to take 23% of a step" in words_of(rows)
+    assert "Too noisy to name a cause: communication may take 23% of a step" in words_of(rows)
     assert "Measure on a quiet machine, or with more" in words_of(rows)
 
 

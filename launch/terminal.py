@@ -17,7 +17,7 @@ from recipes.errors import plural as plural
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 110
+_WIDTH = 120
 
 
 # --- Numbers -------------------------------------------------------------------------------------

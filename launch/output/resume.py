@@ -163,7 +163,7 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
         if finished:
             what = f"{folder} holds a finished run, which a resume from {named} would overwrite"
             raise _refused(run, what, "use another --output_dir")
-        _require_same_training(run, record.read_intact(named.parent))
+        _require_same_training(run, record.read_intact(named.parent), named)
     elif named or numbered(folder) or finished:
         _require_same_training(run, old)
     if not finished or _asks_for_more(run, old):
@@ -284,7 +284,7 @@ def _skip(checkpoint: Checkpoint) -> str:
 # --- What makes it another training ---------------------------------------------------------------
 
 
-def _require_same_training(run: RunSpec, old: Json) -> None:
+def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -> None:
     kept = [name for name in record.KEPT_BY_RESUME if run.explicit(name) and name not in _NO_OTHER_MODEL]
     changed = record.changes(old, run, [*record.IDENTITY, *kept])
     if run["problem_type"] is None:  # the data decides the type, and the data is the same
@@ -305,8 +305,9 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
             _, is_commit, commit = str(then).partition("commit ")
             remedies[name] = f"--model_revision {commit}, " if is_commit else "the same contents, "
     for name, (then, given) in changed.items():
-        what = f"{run['output_dir']} holds a run with {name} {then}, not {given}"
-        raise _refused(run, what, f"use {remedies.get(name, '')}another --output_dir, or --fresh to archive that run")
+        what = f"{named or run['output_dir']} holds a run with {name} {then}, not {given}"
+        others = "--resume_from_checkpoint, or none" if named else "--output_dir, or --fresh to archive that run"
+        raise _refused(run, what, f"use {remedies.get(name, '')}another {others}")
     before, by = str(old.get("engine")), run.engine.title
     if "DeepSpeed" not in before + by:  # for FSDP, only its version matters
         before, by = before.partition(",")[0], by.partition(",")[0]

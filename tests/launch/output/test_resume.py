@@ -308,6 +308,9 @@ def test_another_learning_rate_is_refused_with_the_one_that_continues(asked, sto
     said = refused(asked(stopped, *other("--learning_rate", "5e-3")))
     assert "holds a run with learning_rate 0.001, not 0.005" in said
     assert "use --learning_rate 0.001 to continue, another --output_dir, or --fresh" in said
+    named = ["--resume_from_checkpoint", str(stopped / "checkpoint-2")]
+    said = refused(asked(stopped.with_name("new"), *other("--learning_rate", "5e-3"), *named))
+    assert "checkpoint-2 holds a run with learning_rate 0.001" in said and "another --resume_from_checkpoint" in said
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -272,10 +272,9 @@ def print_settings(titles: Sequence[str], rows: Sequence[Row], stderr: bool = Fa
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Return the first run's reason for its value, or else the name and reason of another run."""
-    reasons = [entry.get("reason") for entry in entries]
-    named = (f"{title}: {reason}" for title, reason in zip(titles, reasons, strict=True) if reason)
-    return reasons[0] or next(named, "")
+    """Return the reason of the first run that has one for its value, after the run's name."""
+    reasons = ((title, entry.get("reason")) for title, entry in zip(titles, entries, strict=True))
+    return next((f"{title}: {reason}" for title, reason in reasons if reason), "")
 
 
 def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = False) -> None:

@@ -140,18 +140,14 @@ def _imitate_flash_attention(model: PreTrainedModel) -> None:
     model.config._attn_implementation = _FLASH  # only now, because a model's constructor looks for the kernel
 
 
-def _flash_attention(
-    module, query, key, value, attention_mask=None, scaling=None, position_ids=None, cu_seq_lens_q=None, **_
-):
-    """Compute attention as a FlashAttention kernel does, within each example. `cu_seq_lens_q`
-    separates the examples. If it is None, `position_ids` do so, but only in a batch of one row.
+def _flash_attention(module, query, key, value, attention_mask=None, scaling=None, cu_seq_lens_q=None, **_):
+    """Compute attention as a FlashAttention kernel does in a batch of several rows, within each
+    example. `cu_seq_lens_q` separates the examples; without it, each row is one example.
     """
     rows, _, length, _ = query.shape
     example = torch.zeros(rows, length)
     if cu_seq_lens_q is not None:
         example = torch.searchsorted(cu_seq_lens_q.long(), torch.arange(rows * length), right=True).view(rows, length)
-    elif position_ids is not None and rows == 1:
-        example = (position_ids.view(1, length) == 0).cumsum(1)
     seen = (example[:, None, :, None] == example[:, None, None, :]) & torch.ones(length, length).tril().bool()
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True).transpose(1, 2), None

@@ -97,7 +97,7 @@ def test_before_the_first_probe_the_folder_is_judged_and_the_data_is_tokenized(
 
     monkeypatch.setattr(fit, "_probe", probe)
     with pytest.raises(Failure):
-        fit.fit(resolve([*training, "--fit", "--output_dir", str(tmp_path / "out")]), training, World())
+        fit.fit(resolve([*training, "--fit", "--output_dir", str(tmp_path / "new" / "out")]), training, World())
 
 
 def test_a_damaged_fit_is_ignored(training, tmp_path):

@@ -40,22 +40,22 @@ MOST_LINES = 800  # of a file, which is one concept
 # has become smaller, so does its budget. The planner's was raised once, for compiled layers.
 BUDGETS = {
     "recipes": 780,
-    "recipes/legal": 490,
-    "recipes/run": 1930,
-    "recipes/rules": 2280,
+    "recipes/legal": 480,
+    "recipes/run": 1910,
+    "recipes/rules": 2260,
     "recipes/planner": 3070,
-    "recipes/scaling": 1170,
+    "recipes/scaling": 1160,
     "launch": 530,
     "launch/commands": 1260,
-    "launch/data": 1900,
+    "launch/data": 1870,
     "launch/doctor": 1290,
-    "launch/explain": 410,
+    "launch/explain": 400,
     "launch/fit": 260,
-    "launch/host": 1140,
+    "launch/host": 1120,
     "launch/jobs": 1360,
-    "launch/output": 1460,
+    "launch/output": 1450,
     "launch/scaling": 900,
-    "launch/training": 2200,
+    "launch/training": 2190,
 }
 
 

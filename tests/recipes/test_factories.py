@@ -20,6 +20,11 @@ class LikeTrl(TrainingArguments):
     max_length: int | None = 777
     loss_type: str = "nll"
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loss_type == "none":
+            raise ValueError("there is no such loss")
+
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_builds_with_the_installed_transformers(name, tmp_path):
@@ -55,6 +60,7 @@ REFUSED = [
     (dict(lerning_rate=1e-4), "learning_rate"),
     (dict(use_peft=True), "has no such field"),
     (dict(load_best_model_at_end=True), "needs evaluations to find the best model"),
+    (dict(args_class=LikeTrl, loss_type="none"), "there is no such loss"),  # only the subclass knows
 ]
 
 

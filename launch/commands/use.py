@@ -52,7 +52,7 @@ INPUTS, LENGTH = 3, 16  # sequences that both models get, and tokens of each
 # Settings that turn off what only a training does, such as saving and reporting.
 _OFF = {
     "eval_strategy": "epoch", "save_strategy": "steps", "load_best_model_at_end": False, "push_to_hub": False,
-    "report_to": "none", "measure": None, "fit": False, "early_stopping_patience": None, "fresh": False,
+    "report_to": "none", "measure": None, "early_stopping_patience": None, "fresh": False,
     "resume_from_checkpoint": None, "deepspeed": None, "fsdp": None, "torch_compile": False, "from_scratch": False,
 }  # fmt: skip
 

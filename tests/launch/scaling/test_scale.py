@@ -126,10 +126,11 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
 @pytest.mark.slow
 def test_if_every_run_fails_it_says_so_and_recommends_no_report(tiny_model, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"text": ""}')
-    words = ["--num_processes", "1", "--repeats", "1", *model_flags(tiny_model, tmp_path / "bad.jsonl")]
+    words = ["--num_processes", "1", "--repeats", "2", *model_flags(tiny_model, tmp_path / "bad.jsonl")]
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr()
     assert "nothing was measured: every run failed" in printed.err
+    assert printed.err.count("failed, exit code 2") == 1  # it is not measured again
     assert "scale report" not in printed.out
 
 

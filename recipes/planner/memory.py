@@ -16,7 +16,7 @@ from packaging.version import Version
 from recipes import legal
 from recipes.errors import mistake
 from recipes.planner.published import context_of
-from recipes.rules.facts import gradient_accumulation_kwargs, is_true
+from recipes.rules.facts import is_true, syncs_each_micro_batch
 from recipes.run import RunSpec
 
 # --- What to trace, and what was found ------------------------------------------------------------
@@ -188,11 +188,6 @@ def recomputes(run: RunSpec) -> bool:
     return bool(run["gradient_checkpointing"]) or (
         run.engine.kind == "fsdp" and is_true(run.engine.fsdp.get("activation_checkpointing"))
     )
-
-
-def syncs_each_micro_batch(run: RunSpec) -> bool:
-    """True if DDP and FSDP reduce gradients in every micro-batch, not once per step."""
-    return is_true(gradient_accumulation_kwargs(run).get("sync_each_batch"))
 
 
 def mixed_precision(run: RunSpec) -> str | None:

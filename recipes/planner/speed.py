@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipes.planner.memory import FP32, HALF, HALF_A_BYTE, Weights, recomputes, shards, syncs_each_micro_batch
+from recipes.planner.memory import FP32, HALF, HALF_A_BYTE, Weights, recomputes, shards
 from recipes.planner.published import ADAM_SECONDS, pcie_of
+from recipes.rules.facts import syncs_each_micro_batch
 from recipes.run import RunSpec
 from recipes.run.hardware import Gpu
 from recipes.run.known_gpus import CATALOGUE

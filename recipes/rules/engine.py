@@ -15,7 +15,6 @@ from recipes.rules.facts import (
     advice,
     deepspeed_section,
     fsdp_version,
-    gradient_accumulation_kwargs,
     in_json,
     in_yaml,
     is_true,
@@ -23,6 +22,7 @@ from recipes.rules.facts import (
     mapping,
     mixed_precision,
     rule,
+    syncs_each_micro_batch,
     uses_deepspeed,
     uses_fsdp,
 )
@@ -409,7 +409,7 @@ def fsdp_recomputes_once_and_the_same(run):
 
 def _scatters(run: RunSpec) -> bool:
     """True if every micro-batch reduces or scatters its gradients."""
-    return run["gradient_accumulation_steps"] == 1 or is_true(gradient_accumulation_kwargs(run).get("sync_each_batch"))
+    return run["gradient_accumulation_steps"] == 1 or syncs_each_micro_batch(run)
 
 
 def _finds_unused(run: RunSpec) -> bool:

@@ -139,6 +139,11 @@ def gradient_accumulation_kwargs(run: RunSpec) -> Json:
     return mapping(accelerator_config(run).get("gradient_accumulation_kwargs"))
 
 
+def syncs_each_micro_batch(run: RunSpec) -> bool:
+    """True if DDP and FSDP reduce gradients in every micro-batch, not once per step."""
+    return is_true(gradient_accumulation_kwargs(run).get("sync_each_batch"))
+
+
 def mapping(value: object) -> Json:
     """Return a mapping as a dict, the content of a JSON file if `value` is its path, or else {}."""
     if isinstance(value, Mapping):

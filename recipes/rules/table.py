@@ -15,7 +15,7 @@ from typing import Any
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.mixture import Part, files_of, parts_of, parts_of_run
+from recipes.mixture import files_of, parts_of, parts_of_run
 from recipes.rules.facts import (
     Rule,
     accelerator_config,
@@ -176,7 +176,7 @@ _PACKAGES: tuple[tuple[str, Condition, str, str], ...] = (
     ("use_peft", lambda run: run["use_peft"], "peft", "peft"),
     ("use_liger_kernel", lambda run: run["use_liger_kernel"] and not run.hardware.liger,
      "liger_kernel", "liger-kernel"),
-    ("dataset_name", lambda run: any(part.name.lower().endswith(".zst") for part in _parts(run)),
+    ("dataset_name", lambda run: any(part.name.lower().endswith(".zst") for part in parts_of_run(run)),
      "zstandard", "zstandard"),
 )  # fmt: skip
 
@@ -190,10 +190,6 @@ def _package(setting: str, needed: Condition, module: str, distribution: str) ->
 
 
 # --- What else is wrong ---------------------------------------------------------------------------
-
-
-def _parts(run: RunSpec) -> list[Part]:
-    return parts_of_run(run)
 
 
 def compiles(run: RunSpec) -> bool:
@@ -382,13 +378,13 @@ _OF_TRAIN_PY = (
               "is missing: the run would train the demonstration's small decoder on this data",
               "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
-              lambda run: run["task"] != "causal_lm" and _parts(run)[1:],
+              lambda run: run["task"] != "causal_lm" and parts_of_run(run)[1:],
               "is a mixture, and --task is {task}", "use one source with all labels",
               "Each part would have classes of its own."),
     error_row("a_streamed_mixture_has_weights", "dataset_name",
-              lambda run: run["dataset_streaming"] and _parts(run)[1:] and _parts(run)[0].weight is None,
+              lambda run: run["dataset_streaming"] and parts_of_run(run)[1:] and parts_of_run(run)[0].weight is None,
               "is a mixture without weights: each stream would be read to its end, and may have no end",
-              lambda run: f"dataset_name: {[dict(name=part.name, weight=1) for part in _parts(run)]}"
+              lambda run: f"dataset_name: {[dict(name=part.name, weight=1) for part in parts_of_run(run)]}"
               " in a file for --config",
               "Without weights each part is read to its end, which a stream may not have."),
     error_row("a_stream_is_told_how_long", "max_steps",

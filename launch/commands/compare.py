@@ -272,9 +272,10 @@ def print_settings(titles: Sequence[str], rows: Sequence[Row], stderr: bool = Fa
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Return the reason of the first run that has one for its value, after the run's name."""
-    reasons = ((title, entry.get("reason")) for title, entry in zip(titles, entries, strict=True))
-    return next((f"{title}: {reason}" for title, reason in reasons if reason), "")
+    """Return the reason of the first run that has one for its value. Of several runs, name it."""
+    reasons = [(title, entry.get("reason") or "") for title, entry in zip(titles, entries, strict=True)]
+    title, reason = next((pair for pair in reasons if pair[1]), ("", ""))
+    return f"{title}: {reason}" if reason and len(reasons) > 1 else reason
 
 
 def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = False) -> None:

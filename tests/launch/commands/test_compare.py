@@ -54,6 +54,8 @@ def test_a_recipe_is_shown_with_every_setting(name, capsys):
     main(["show", name])
     printed = capsys.readouterr().out
     assert all(setting in printed for setting in RECIPES[name]().settings)
+    value, reason = RECIPES[name]().settings["engine"]
+    assert f"engine {value} recipe {name} {reason}" in re.sub(" +", " ", printed)
 
 
 def test_the_help_of_show_explains_every_field_of_a_run(capsys):
@@ -107,6 +109,7 @@ def test_a_run_differs_from_its_recipe_in_what_its_user_wrote(runs, answer):
 
 def test_diff_of_two_recipes_is_the_diff_of_show(answer):
     assert answer("diff", "fast", "standard") == answer("show", "fast", "--diff", "standard")
+    assert "fast: half as many host syncs as standard" in answer("diff", "fast", "standard")[1]
 
 
 # --- Several --------------------------------------------------------------------------------------

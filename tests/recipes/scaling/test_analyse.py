@@ -129,7 +129,7 @@ def test_where_repeats_differ_by_more_than_the_effect_there_is_no_cause_and_no_a
     assert (series.sizes[-1].cause, series.sizes[-1].losses.undecided) == (None, "noise")
     assert advise(series.sizes[-1], series) == []
     assert "Too noisy to name a cause: communication may take 23% of a step" in words_of(rows)
-    assert "Measure on a quiet machine, or with more" in words_of(rows)
+    assert "Measure on a quiet machine; on this one, `recipes scale run --repeats" in words_of(rows)
 
 
 def test_lost_time_that_nothing_explains_is_called_unexplained():

@@ -44,12 +44,16 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
         return [Problem(flag, what, "name columns that exist")]
     has = new_names(columns, part).values()
+    said = f"{part.name or 'the data'} has {', '.join(has)}"
     if run["task"] == "sequence_classification":
         fields, or_else = ["dataset_text_field", "dataset_label_field"], ""
     else:
-        fields = [] if formats(run, has) else ["dataset_text_field"]
+        found = formats(run, has)
+        fields = [] if found else ["dataset_text_field"]
         or_else = f", or rename columns with --dataset_columns OLD=NEW to get {_FORMATS}"
-    said = f"{part.name or 'the data'} has {', '.join(has)}"
+        for flag, needed in (("assistant_only_loss", "messages"), ("completion_only_loss", "prompt and completion")):
+            if run[flag] and found == [(run["dataset_text_field"],)]:
+                return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or leave the flag out")]
     return [
         Problem(field, f"there is no column {run[field]!r}; {said}", f"set --{field} to one of these columns{or_else}")
         for field in fields

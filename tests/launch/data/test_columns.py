@@ -51,8 +51,16 @@ def test_both_columns_of_a_classifier_are_reported_at_once(tmp_path):
     assert [one.subject for one in found] == ["dataset_text_field", "dataset_label_field"]
 
 
+@pytest.mark.parametrize("flag", ["assistant_only_loss", "completion_only_loss"])
+def test_a_loss_on_answers_is_refused_where_there_are_only_texts(flag, tmp_path):
+    (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], f"--{flag}")
+    assert found.subject == flag and "has text, and no" in found.what and found.source == "command line"
+
+
 LEGAL = [
     ("chats", [CHAT], ""),
+    ("answers in chats", [CHAT], "--assistant_only_loss"),
+    ("answers of instructions", [{"instruction": "a", "output": "b"}], "--completion_only_loss"),
     ("another text column", [{"body": "a"}], "--dataset_text_field body"),
     ("renamed columns", [{"q": "a", "a": "b"}], "--dataset_columns q=prompt a=completion"),
     ("a column that only later rows have", [{"number": 1}, {"text": "a"}], ""),

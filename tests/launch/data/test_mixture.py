@@ -65,6 +65,7 @@ def test_a_compressed_file_that_is_damaged_is_one_line(streaming, tmp_path, toke
 
 
 def test_a_mistake_names_its_part(tmp_path, tokenizer):
-    names = [jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"), jsonl(tmp_path, texts("plain"), "texts.jsonl")]
-    found = problem(run_with(dataset_name=names, assistant_only_loss=True), tokenizer)
-    assert found.what == f"{names[1]}: row 1: the row has no messages"
+    silent = [{"messages": [{"role": "user"}]}]
+    names = [jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"), jsonl(tmp_path, silent, "silent.jsonl")]
+    found = problem(run_with(dataset_name=names), tokenizer)
+    assert found.what.startswith(f"{names[1]}: row 1: ")

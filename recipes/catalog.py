@@ -173,7 +173,7 @@ RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, shar
 
 # For a run that names neither a model nor data: a small byte-level decoder learns Python's source.
 DEMONSTRATION: Mapping[str, Decision] = dict(
-    max_steps=(200, "two to three minutes on two CPU cores"),
+    max_steps=(200, "about a minute on two CPU cores"),
     learning_rate=(3e-3, "a small model trained from scratch tolerates a high rate"),
     warmup_steps=(20, "a tenth of the demonstration's 200 steps"),
     lr_scheduler_type=("cosine", "the rate ends near zero, so that the loss settles"),

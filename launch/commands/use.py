@@ -61,10 +61,8 @@ def add_parser(commands: Commands) -> None:
     text = "Measure the model of a run on the run's --dataset_test_split. --dataset_name FILE_OR_ID names other data, "
     text += "with split `train` unless --dataset_test_split names another. train.py's other flags change settings."
     commands.add_parser("evaluate", description=text).takes(evaluate, _EVALUATE)
-    text = (
-        "Generate with the model of a run; its generation config decides whether tokens are sampled. If the tokenizer "
-    )
-    text += "has a chat template, the prompt is a user's message."
+    text = "Generate with the model of a run; its generation config decides whether tokens are sampled. "
+    text += "If the tokenizer has a chat template, the prompt is a user's message."
     commands.add_parser("generate", description=text).takes(generate, _GENERATE, max_new_tokens=100)
     text = "Merge a trained adapter, such as LoRA, into its base model, and write a model that any library loads, with "
     text += "tokenizer and generation config. Merged logits are first compared with the logits of base plus adapter."

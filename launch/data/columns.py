@@ -14,6 +14,7 @@ IDS = ("input_ids",)
 CHATS = (("messages",), ("conversations",), ("conversation",))  # OpenAI and TRL; ShareGPT; LMSYS and WildChat
 COMPLETIONS = ("prompt", "completion")
 ALPACA = ("instruction", "output")
+LEARNED_ONLY = {"assistant_only_loss": "messages", "completion_only_loss": "prompt and completion"}  # what a flag needs
 
 _FORMATS = "messages, conversations, prompt and completion, instruction and output, input_ids or a text column"
 _BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these first bytes
@@ -51,7 +52,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
         found = formats(run, has)
         fields = [] if found else ["dataset_text_field"]
         or_else = f", or rename columns with --dataset_columns OLD=NEW to get {_FORMATS}"
-        for flag, needed in (("assistant_only_loss", "messages"), ("completion_only_loss", "prompt and completion")):
+        for flag, needed in LEARNED_ONLY.items():
             if run[flag] and found == [(run["dataset_text_field"],)]:
                 return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or leave the flag out")]
     return [

@@ -12,7 +12,7 @@ import pyarrow
 from datasets import Dataset, DatasetInfo, Features
 
 from launch.data.chats import Chat, read_chat
-from launch.data.columns import ALPACA, CHATS, COMPLETIONS, IDS, Format, formats
+from launch.data.columns import ALPACA, CHATS, COMPLETIONS, IDS, LEARNED_ONLY, Format, formats
 from recipes.errors import UserError, mistake, one_line
 from recipes.run import Settings
 
@@ -80,7 +80,7 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
             raise mistake("model_name_or_path", what, fix)
         column = "completion" if completes else own[0]
         return read_chat(row, column, tokenizer, run["assistant_only_loss"], completes and only is not False)
-    for flag, needed in (("assistant_only_loss", "messages"), ("completion_only_loss", "prompt and completion")):
+    for flag, needed in LEARNED_ONLY.items():
         if run[flag] and not (completes and flag.startswith("completion")):
             raise mistake(flag, f"the row has no {needed}", f"use data with {needed}, or leave the flag out")
     if is_text:

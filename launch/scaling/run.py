@@ -24,7 +24,7 @@ from launch.host import processes
 from launch.host.secrets import without_secrets
 from launch.jobs.job import Job, checked_job
 from launch.jobs.local import Local
-from launch.terminal import plural
+from launch.terminal import duration, plural
 from recipes.errors import mistake
 from recipes.run import Settings, with_flags
 from recipes.run.hardware import read as read_hardware
@@ -188,7 +188,7 @@ def _measure_in_turns(
     for repeat in range(repeats):
         if repeat == 1:
             one = time.monotonic() - began
-            print(f"a round took {one:.0f} s: about {one * (repeats - 1) / 60:.0f} minutes for the others", flush=True)
+            print(f"a round took {duration(one)}, the others take about {duration(one * (repeats - 1))}", flush=True)
         for point in points if repeat % 2 == 0 else reversed(points):
             if point in failed:
                 continue

@@ -130,6 +130,15 @@ def test_weights_that_have_no_place(adapter, tiny_model, tmp_path, capsys):
     assert not (tmp_path / "merged").exists()
 
 
+def test_a_model_that_is_older_than_its_adapter_says_so_when_it_is_used(adapter, tmp_path, capsys):
+    run = shutil.copytree(adapter, tmp_path / "run")
+    assert merge(capsys, run)[0] == 0
+    words = ["generate", str(run / "merged"), "a", "--max_new_tokens", "1"]
+    assert main(words) == 0 and "was merged before" not in capsys.readouterr().err
+    os.utime(run / "merged", (0, 0))
+    assert main(words) == 0 and "was merged before" in capsys.readouterr().err
+
+
 def test_what_cannot_be_merged_is_one_line(adapter, tiny_model, texts, tmp_path, capsys):
     assert "exists already" in merge(capsys, adapter, "--output", tiny_model)[1]
     (tmp_path / "older").mkdir()

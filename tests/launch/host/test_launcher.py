@@ -1,5 +1,6 @@
 """Our launcher: exit codes and signals arrive, and it prints hardly anything itself."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -99,8 +100,10 @@ def test_signals_reach_the_ranks_and_a_second_ctrl_c_kills_them(world, number, c
         wait_for("all ranks", lambda: len(list(tmp_path.glob("*-ready"))) == ranks)
         tell(process.pid, number)
         wait_for("the signal in all", lambda: len(list(tmp_path.glob(f"*-{int(number)}"))) == ranks)
-        if number == signal.SIGINT:
-            tell(process.pid, number)
+        while number == signal.SIGINT and process.poll() is None:
+            tell(process.pid, number)  # once more if the launcher slept: the kernel merges equal pending signals
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
         assert process.wait(PATIENCE) == code
 
 

@@ -58,7 +58,8 @@ _FLAGS = """
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("plan")
-    parser.add_argument("--model", required=True, help="a Hub id, a folder, a config.json, or a size: 7B")
+    model = ("--model", "--model_name_or_path")  # the second is the name of train.py's flag
+    parser.add_argument(*model, required=True, help="a Hub id, a folder, a config.json, or a size: 7B")
     parser.takes(show_plan, _FLAGS, nodes=1)
 
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from launch.doctor.machine import Check, numbers, nvidia_smi
 from launch.host import processes
-from recipes.planner.published import catalogue_name
 from recipes.planner.speed import link_of
 from recipes.run import Json
 from recipes.run.hardware import Gpu
+from recipes.run.known_gpus import known
 
 _FAR_BELOW = 0.25  # warn below this share of the link's usual speed
 _SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn if a rank takes more than so many times the median; a CPU is shared
@@ -183,7 +183,8 @@ def _link(rank: Rank) -> tuple[str, float | None]:
         return "the network between the nodes", None
     if not rank.cuda:
         return "loopback", None
-    gpu = Gpu(catalogue_name(rank.asked["card"]), torch.cuda.get_device_capability(rank.device), 0)
+    card = known(rank.asked["card"])
+    gpu = Gpu(card.name if card else "", torch.cuda.get_device_capability(rank.device), 0)
     speed, name = link_of(gpu, rank.size, 1)
     if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # this GPU has no bridge
         return "PCIe", None

@@ -82,11 +82,11 @@ def _start(run: RunSpec) -> Json:
 def _guess(run: RunSpec, limit: int) -> int:
     """Return the planner's micro-batch, or the run's own if the planner cannot plan this run."""
     from launch.training.model import load_config, load_tokenizer
-    from recipes.planner.plan import plan_run
+    from recipes.planner.fits import Planner, estimator_of
 
     usable = limit if run.hardware.cuda else limit - psutil.Process().memory_info().rss  # libraries take the rest
     try:
-        return plan_run(run, load_config(run, load_tokenizer(run)), usable).micro_batch
+        return Planner(estimator_of(load_config(run, load_tokenizer(run))), usable).best(run).micro_batch
     except Exception:  # a guess need not be good, and the first probe reports what is wrong with the run
         return run.batch.micro
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -295,7 +295,7 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml:
         "environment": environment(),
         "code": code(),
         "versions": versions(),
-        "hardware": {**run.hardware.as_dict(), "cpu": cpu()},
+        "hardware": {**asdict(run.hardware), "cpu": cpu()},
     }
     return hide(content, secrets_of(run))
 

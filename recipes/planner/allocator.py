@@ -217,10 +217,6 @@ class Requests:
             self.allocate(other * size)
             self.free([half])
 
-    def peak(self) -> int:
-        """Return the most bytes that are allocated at once, with each request rounded up."""
-        return self.replay().peak_allocated
-
     def reserved(self) -> int:
         """Return the bytes that torch reserves.
 
@@ -265,7 +261,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
             idle += max(0, memory.gradients - states.gradients)
         return replace(states, cached=min(idle, limit - states.total))
     # In the replay, DeepSpeed's and FSDP's states stay at their fullest: some bytes too many.
-    allocated = requests.peak() if casts_the_model(memory.run) else states.allocated
+    allocated = requests.replay().peak_allocated if casts_the_model(memory.run) else states.allocated
     return replace(states, cached=max(0, requests.reserved() - allocated))
 
 

@@ -60,13 +60,20 @@ class Estimator:
         self.config = _with_padding(config)
         self._weights: dict[tuple[str, Adapters | None], Weights] = {}
         self._traced: dict[Case, Traced] = {}
+        self._deep: dict[Case, tuple] = {}  # for `trace_any`
 
     def memory(self, run: RunSpec, micro: int) -> Memory:
         """Return the memory of the run at this micro-batch and the run's global batch.
 
         Raises `UserError` if the model cannot be built or traced, or if peft refuses the adapters.
         """
-        return Memory(run, self.weights(run), self.traced(run, micro), share(run) // micro, self._evaluation(run))
+        return Memory(
+            run,
+            self.weights(run),
+            self._of_case(run, self.case(run, micro)),
+            share(run) // micro,
+            self._evaluation(run),
+        )
 
     def weights(self, run: RunSpec) -> Weights:
         """Count the model's parameters with the run's task and adapters. Raises `UserError`."""
@@ -92,10 +99,6 @@ class Estimator:
         """Return the tokens per sequence: the run's `max_length`, at most the model's positions."""
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
-
-    def traced(self, run: RunSpec, micro: int) -> Traced:
-        """Trace one micro-batch. Raises `UserError` if the model fails on fake tensors."""
-        return self._of_case(run, self.case(run, micro))
 
     def _evaluation(self, run: RunSpec) -> Traced | None:
         """Return the trace of one evaluation batch, None if the run has no evaluations.
@@ -137,10 +140,11 @@ class Estimator:
         return self._trace(run, case)
 
     def _trace(self, run: RunSpec, case: Case) -> Traced:
-        from recipes.planner.trace import trace_any
+        from recipes.planner.trace import as_traced, trace_any
 
+        case = as_traced(self.config, case)
         if case not in self._traced:
-            self._traced[case] = trace_any(self.config, self.weights(run), case)
+            self._traced[case] = trace_any(self.config, self.weights(run), case, self._deep)
         return self._traced[case]
 
     def case(self, run: RunSpec, micro: int) -> Case:

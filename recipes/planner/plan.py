@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,7 +96,7 @@ def plan_memory(
     bytes_per_second, link = (bandwidth * 1e9, "--bandwidth") if bandwidth else link_of(card, num_processes, nodes)
     name = str(model) if isinstance(model, (str, Path)) else model.name_or_path
     request = Request(name, None, card, num_processes, nodes, tuple(argv), accelerate_config)
-    names = _names(recipe, argv, accelerate_config, num_processes)
+    names = _names(request, recipe)
     legal, _ = _legal_runs(request, names)  # raises before the imports, which take seconds
     config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
     gc.freeze()  # else collections visit every object of torch and transformers again and again
@@ -110,7 +109,7 @@ def plan_memory(
     fastest = min(fitting, key=lambda entry: (entry.time.known, "gradient_checkpointing" in entry.flags), default=None)
     best = fastest or planned[0]
     row = next((entry for entry in planned if entry.name == "standard"), planned[0])
-    weights, run = planner.estimator.weights(best.run), best.run
+    run, weights = best.run, planner.estimator.weights(best.run)
     return Plan(
         model=name or config.model_type,
         shape=description(name) if is_size(name) or (not config.name_or_path and name in SHAPES) else "",
@@ -136,12 +135,6 @@ def plan_memory(
         context=context_of(run),
         unknown_compute=unknown_compute(run, config),
     )
-
-
-def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int | None = None) -> Planned:
-    """Plan a run at the largest micro-batch that fits `usable_bytes`; at the run's own if None."""
-    planner = Planner(estimator_of(config), usable_bytes or sys.maxsize)
-    return planner.best(run) if usable_bytes else planner.at(run, run.batch.micro)
 
 
 # --- The request ----------------------------------------------------------------------------------
@@ -225,7 +218,7 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
     return runs, {name: str(error) for name, error in refused.items()}
 
 
-def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None, processes: int) -> list[str]:
+def _names(request: Request, recipe: str | None) -> list[str]:
     """Return the recipes to plan: `recipe`, or the recipe of --config, or all except baseline.
 
     An Accelerate YAML replaces a recipe's engine, so recipes that only choose an engine are left
@@ -233,12 +226,10 @@ def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | Non
     """
     if recipe:
         return [recipe]
-    if any(word.startswith("--config") for word in argv):
-        given = resolve(argv, here(trained_by="nobody", environment={})).given
-        if "recipe" in given:
-            return [given["recipe"].value]
-    own_engine = [name for name in _FASTEST_FIRST if accelerate_config and name not in ("fast", "standard")]
-    nothing_to_share = ["sharded"] if processes == 1 else []
+    if given := request._asked.given.get("recipe"):
+        return [given.value]
+    own_engine = [name for name in _FASTEST_FIRST if request.accelerate_config and name not in ("fast", "standard")]
+    nothing_to_share = ["sharded"] if request.num_processes == 1 else []
     return [name for name in _FASTEST_FIRST if name not in (*own_engine, *nothing_to_share)]
 
 
@@ -248,8 +239,7 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
         raise mistake("gpu", what, "give either gpu (--gpu NAME) or gpu_memory (--gpu_memory GB)")
     if gpu_memory is not None:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))
-    assert gpu
-    known = known_gpus.find(gpu)
+    known = known_gpus.find(gpu or "")
     return Gpu(known.name, known.capability, known.torch_bytes)
 
 

@@ -2,18 +2,9 @@
 
 from dataclasses import dataclass
 
-from recipes.errors import UserError
 from recipes.run import RunSpec, known_gpus
 
 _MIB = 1 << 20
-
-
-def catalogue_name(name: str) -> str:
-    """Return the GPU's name in the catalogue, or the given name if the catalogue lacks the GPU."""
-    try:
-        return known_gpus.find(name).name
-    except UserError:
-        return name
 
 
 # --- PCIe, and Adam on the host -------------------------------------------------------------------
@@ -60,8 +51,8 @@ def context_of(run: RunSpec) -> Context:
     """
     if not run.hardware.cuda:
         return Context(0, "")
-    card = catalogue_name(run.hardware.gpus[0].name)
-    alike = next((name for name in _READ if card.startswith(name)), None)
+    card = known_gpus.known(run.hardware.gpus[0].name) or run.hardware.gpus[0]
+    alike = next((name for name in _READ if card.name.startswith(name)), None)
     mib, source = _READ[alike] if alike else max(_READ.values())
     source = source if alike else f"the largest known value, {source}"
     if run.world_size > 1 or run.engine.kind == "fsdp":  # FSDP2 gathers by NCCL on one GPU too

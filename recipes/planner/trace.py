@@ -45,7 +45,6 @@ from recipes.planner.memory import (
 from recipes.planner.regions import compile_layers, divided
 from recipes.quiet import silence
 
-_MOST_PIECES = 4
 _DIFFERENT = "the two traces ran different operations"
 
 
@@ -130,7 +129,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
         operations = Operations(case.on_cuda, case.capability)
         before = divided()
         if case.compiled:
-            compile_layers(model, str((case, with_layers(config, 1).to_json_string())))
+            compile_layers(model, str((case, with_layers(config, range(1)).to_json_string())))
         hooked = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(live.gradient) for parameter in hooked]
         with operations, live, torch.set_grad_enabled(not case.evaluation):
@@ -217,9 +216,7 @@ def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Modu
 
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
-    by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # also PACKAGED
-    attention = case.attention if by_name or case.attention != PACKAGED else None
-    asked = {"attn_implementation": attention} if attention else {}
+    asked = {"attn_implementation": case.attention} if case.attention else {}
     with no_init_weights():  # some models draw weights again until all are in range: endless on fake tensors
         model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.tie_weights()
@@ -280,8 +277,8 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
 # --- Shallow models -------------------------------------------------------------------------------
 
 
-def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | None:
-    """Return the depths of two shallow models to trace, and how many more pieces the deep model has
+def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int] | None:
+    """Return the layers of two shallow models to trace, and how many more pieces the deep model has
     than the first shallow model. None if the kinds of layers do not repeat.
 
     A piece is a group of layers that repeats up to the last layer: one layer, or six in Gemma 3.
@@ -295,29 +292,42 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | N
             before -= 1
         shallow = before + (len(kinds) - before) % period + period * (pieces if period == 1 else 2)
         if shallow + period < len(kinds):
-            found.append((shallow, shallow + period, (len(kinds) - shallow) // period))
-    return min(found, key=lambda one: one[1], default=None)
+            found.append((range(shallow), range(shallow + period), (len(kinds) - shallow) // period))
+    return min(found, key=lambda one: len(one[1]), default=None)
 
 
-def trace_any(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced:
+def as_traced(config: PreTrainedConfig, case: Case) -> Case:
+    """Leave out what this model ignores, so that cases which differ only there share a trace."""
+    by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # also PACKAGED
+    attention = case.attention if by_name or case.attention != PACKAGED else None
+    return replace(case, attention=attention, compiled=case.compiled and _loop_unit(config, case) is None)
+
+
+def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, known: dict[Case, tuple]) -> Traced:
     """Trace a model of any depth and length. Extrapolate from shallow models if layers repeat, and
     from three short sequences if the model loops over tokens, because a long loop takes minutes.
+    `known` are the traces of deep models so far, see `trace_shallow`.
     """
-    unit = _loop_unit(config, case.task)
-    if unit is None or case.length <= 3 * unit:
-        return trace_shallow(config, weights, case) or trace(config, case)
-    three = [trace_any(config, weights, replace(case, length=times * unit, compiled=False)) for times in (1, 2, 3)]
+    unit = _loop_unit(config, case)
+    if unit is None:
+        return trace_shallow(config, weights, case, known) or trace(config, case)
+    three = [trace_any(config, weights, replace(case, length=times * unit), known) for times in (1, 2, 3)]
     return at_length(three, case.length / unit)
 
 
-def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
+def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case, known: dict[Case, tuple]) -> Traced | None:
     """Extrapolate the trace of a deep model from shallow models, None if its layers do not repeat.
+
+    If `known` has the trace of the same case at another batch, one shallow model gives the sizes.
 
     Without checkpointing, the last layer's backward differs from the other layers'. In 16 bits
     without autocast, the last layer's result is freed sooner. With adapters, the first layer is
     compiled on its own. For each of these three reasons the shallow models get one more piece of
     layers, so that no moment of the deep model is underestimated.
     """
+    if case.batch > 1 and (found := known.get(replace(case, batch=0))):
+        with contextlib.suppress(ValueError):
+            return _of_batch(config, case, *found)
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
         return None
@@ -325,46 +335,59 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
     in_16_bits = case.autocast is None and case.dtype != "float32"
     another_first = case.compiled and case.adapters is not None
     first = 1 + (not case.checkpointing) + in_16_bits + another_first
-    tries = [depths(kinds, pieces) for pieces in range(first, _MOST_PIECES + 1)]
+    tries = [depths(kinds, pieces) for pieces in range(first, 5)]
     if len({*types}) == 2 and len({*weights.layers}) == 1:
         # Attention to a window often takes the memory of attention to all tokens. If a layer shows
         # so next to a layer of the other kind, a piece is one layer, not a group with both kinds.
         turns = [n for n in range(first, len(types) - 1) if types[n - 1] not in (types[n], types[0])]
-        tries[:0] = [(n, n + 1, len(types) - n) for n in turns[:1]]
-    traces: dict[int, Traced] = {}
+        for end in turns[:1]:  # the shallow model begins where its layers are of both kinds
+            start = min(end - first, end - 1 - types[:end][::-1].index(types[end]))
+            tries.insert(0, (range(start, end), range(start, end + 1), len(types) - (end - start)))
+    traces: dict[range, Traced] = {}
     for shallow, deeper, times in filter(None, tries):
         for layers in {shallow, deeper} - traces.keys():
             traces[layers] = trace(with_layers(config, layers), case)
         for share in (0.5, 0):  # the piece may begin at several allocations, but lifetimes may fit only at one
             with contextlib.suppress(ValueError):
-                return _of_depth(traces[shallow], traces[deeper], times, share)
+                deep, rows = _of_depth(traces[shallow], traces[deeper], times, share)
+                known.setdefault(replace(case, batch=0), (deep, rows, shallow, traces[shallow]))
+                return deep
     return None
 
 
-def _loop_unit(config: PreTrainedConfig, task: str) -> int | None:
-    """Return the tokens of the shortest of three traces if the model loops over tokens, else None.
+def _of_batch(
+    config: PreTrainedConfig, case: Case, deep: Traced, rows: np.ndarray, layers: range, shallow: Traced
+) -> Traced:
+    """Return the trace of a deep model from a new trace of these `layers` of it. `deep` and
+    `shallow` are their traces at another batch. Raises `ValueError` if operations differ.
+    """
+    now = at_batch(shallow, trace(with_layers(config, layers), case), 1)
+    return replace(deep, allocations=np.column_stack((now.allocations[rows, SIZE], deep.allocations[:, SIZE + 1 :])))
+
+
+def _loop_unit(config: PreTrainedConfig, case: Case) -> int | None:
+    """Return the tokens of the shortest of three traces if the model loops over tokens and the case
+    is longer than the three, else None.
 
     Layers with a state loop over single tokens, or over chunks of 64 tokens, unless the kernels of
     another package run. This function searches the model's source for such a loop.
     """
-    known = _auto_class(task)._model_mapping
-    classes = [known.get(type(part), None) for part in (config, config.get_text_config())]
+    classes = [_class(part, case.task) for part in (config, config.get_text_config())]
     source = "".join(inspect.getsource(sys.modules[one.__module__]) for one in classes if isinstance(one, type))
-    if re.search(r"for \w+ in range\(seq_len\)", source):
-        return 8
     by_chunks = r"for \w+ in range\(num_(chunks|blocks)\)|in range\(\w*length // chunk_size\)"
-    return 64 if re.search(by_chunks, source) else None
+    unit = 8 if re.search(r"for \w+ in range\(seq_len\)", source) else 64 if re.search(by_chunks, source) else None
+    return unit if unit and case.length > 3 * unit else None
 
 
-def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Return a copy of `config` with fewer layers. Lists with one value per layer are shortened."""
+def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
+    """Return a copy of `config` with these layers only, and with their values in lists by layer."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     before = text.num_hidden_layers
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == before:
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = layers
+            setattr(text, name, value[layers.start : layers.stop])
+    text.num_hidden_layers = len(layers)
     return config
 
 
@@ -407,8 +430,9 @@ def at_length(three: Sequence[Traced], length: float) -> Traced:
     return Traced(six, made_forward=3, kernels=three[0].kernels | {LOOP})
 
 
-def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
-    """Extrapolate to `shallow` plus `times` times the layers that `deeper` has in addition.
+def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> tuple[Traced, np.ndarray]:
+    """Extrapolate to `shallow` plus `times` times the layers that `deeper` has in addition. Return
+    the trace, and for each of its allocations the row of the allocation in `shallow`.
 
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
@@ -418,9 +442,9 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward
     around, more = (0, forward, backward, forward + backward), times - 1
-    found = []
-    for added, (one, made_one), (two, made_two) in zip(
-        (forward, backward), _halves(shallow), _halves(deeper), strict=True
+    found, rows = [], []
+    for added, begin, (one, made_one), (two, made_two) in zip(
+        (forward, backward), (0, shallow.made_forward), _halves(shallow), _halves(deeper), strict=True
     ):
         if not len(two):  # an evaluation has no backward
             continue
@@ -431,7 +455,10 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
         step = _step(two[first:last], after, (added, 0, -backward))
         found += [before[:first], *(before[first:] + step * place for place in range(times + 1))]
         found.append(rest + _step(one[last:], rest, around) * more)
-    return Traced(np.concatenate(found), deeper.made_forward + more * forward, deeper.kernels)
+        pieces = np.tile(np.arange(first, last), times + 1)
+        rows.append(begin + np.concatenate((np.arange(first), pieces, np.arange(last, len(one)))))
+    deep = Traced(np.concatenate(found), deeper.made_forward + more * forward, deeper.kernels)
+    return deep, np.concatenate(rows)
 
 
 def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:

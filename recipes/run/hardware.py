@@ -9,11 +9,10 @@ import contextlib
 import ctypes
 import importlib.util
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.errors import UserError
-from recipes.run.known_gpus import find
+from recipes.run.known_gpus import known
 
 _MAJOR, _MINOR = 75, 76  # attributes COMPUTE_CAPABILITY_MAJOR and _MINOR in cuda.h
 
@@ -49,19 +48,14 @@ class Hardware:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s of one GPU; None if unknown, for example for a MIG slice."""
-        try:
-            return find(self.gpus[0].name).peak_flops if self.gpus else None
-        except UserError:
-            return None
+        """Peak dense bf16 FLOP/s of one GPU; None if unknown."""
+        card = known(self.gpus[0].name) if self.gpus else None
+        return card.peak_flops if card else None
 
     def __str__(self) -> str:
         if not self.gpus:
             return f"CPU, {self.cores} core{'s' * (self.cores > 1)}"
         return f"{len(self.gpus)} x {self.gpus[0].name}"
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def read() -> Hardware:

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.errors import mistake
+from recipes.errors import UserError, mistake
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ def find(name: str) -> KnownGpu:
         raise mistake("gpu", f"{name!r} is the name of {len(cards)} cards", f"write {names}")
     fix = f"one of {', '.join(gpu.name for gpu in same_chip or CATALOGUE)}; or, for `recipes plan`, --gpu_memory GB"
     raise mistake("gpu", f"{name!r} is not in the catalogue", fix)
+
+
+def known(name: str) -> KnownGpu | None:
+    """Find a GPU as `find` does; None for a GPU that is not in the table, such as a MIG slice."""
+    try:
+        return find(name)
+    except UserError:
+        return None
 
 
 def _read(name: str) -> tuple[str, int | None]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
-    here, then = plain(derived.hardware.as_dict()), record.get("hardware") or {}
+    here, then = plain(asdict(derived.hardware)), record.get("hardware") or {}
     same_machine = bool(then) and all(here[name] == value for name, value in then.items() if name in here)
     for name, entry in record["settings"].items():
         if name in skipped or name not in derived or HIDDEN in json.dumps(entry["value"]):

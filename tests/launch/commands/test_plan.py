@@ -69,8 +69,10 @@ def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(sa
     assert f"\ncontext: {context['bytes'] / 2**20:.0f} MiB, {context['source']}\n" in printed
 
 
-def test_a_size_names_the_model_whose_shape_it_has(said):
-    printed = said("0.5B", "--gpu H100 --recipe standard --max_length 64")
+def test_a_size_names_the_model_whose_shape_it_has(capsys):
+    words = "plan --model_name_or_path 0.5B --gpu H100 --recipe standard --max_length 64"  # train.py's name for it
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
     assert "0.5B, 494,032,768 parameters" in printed and "\nthe shape of Qwen/Qwen2.5-0.5B: 24 layers" in printed
 
 

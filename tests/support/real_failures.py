@@ -5,6 +5,7 @@ import os
 import warnings
 from pathlib import Path
 
+from recipes.errors import Problem
 from recipes.rules.check import RULES
 from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
@@ -23,8 +24,8 @@ def assert_fires(
     gpu: tuple[int, int] | None = None,
     config=None,
     environment: dict[str, str] | None = None,
-) -> None:
-    """The rule reports the run that just failed."""
+) -> Problem:
+    """The rule reports the run that just failed. Returns what it reports."""
     run = resolve(
         [],
         here(
@@ -35,7 +36,9 @@ def assert_fires(
         ),
         settings=settings,
     )
-    assert list(BY_NAME[rule](run)), f"{rule} says nothing about {settings}"
+    found = list(BY_NAME[rule](run))
+    assert found, f"{rule} says nothing about {settings}"
+    return found[0]
 
 
 def arguments(folder: Path, **changes):

@@ -57,10 +57,10 @@ def test_it_prints_a_row_for_each_recipe_and_the_recommended_one(said):
 
 
 def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(said):
-    argv = "--gpu L4 --recipe standard --max_length 99"
+    argv = "--gpu L4 --recipe standard --max_length 128"
     plan, printed = json.loads(said("llama", f"{argv} --json")), said("llama", f"{argv} --details")
     (entry,), context = plan["recipes"], plan["context"]
-    assert (plan["recommended"], plan["length"], plan["asked_length"], plan["margin"]) == ("standard", 99, 99, 0.06)
+    assert (plan["recommended"], plan["length"], plan["asked_length"], plan["margin"]) == ("standard", 128, 128, 0.06)
     assert sum(entry["components"].values()) == entry["total_bytes"]
     assert all(type(size) is int for size in entry["components"].values())
     assert "the largest known value" in context["source"]
@@ -88,7 +88,7 @@ def test_a_plan_is_for_as_many_processes_as_the_users_own_yaml_says(said, tmp_pa
 
 
 def test_it_prints_what_to_try_if_nothing_fits(said):
-    argv = "--gpu_memory 1.55 --recipe memory --max_length 256"
+    argv = "--gpu_memory 1.55 --recipe memory --max_length 128"
     printed, plan = said("large", argv), json.loads(said("large", f"{argv} --json"))
     assert "nothing fits" in printed and "--use_peft true --load_in_4bit true" in printed
     for number, step in enumerate(plan["next_steps"], 1):

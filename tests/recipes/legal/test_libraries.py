@@ -51,7 +51,7 @@ NAMES = {
     "ddp": "bucket_cap_mb",
     "fsdp_config": "reshard_after_forward",
     "gradient_accumulation_kwargs": "sync_each_batch",
-    "gradient_checkpointing_kwargs": "use_reentrant",
+    "gradient_checkpointing_kwargs": "determinism_check",
     "report_to": "wandb",
 }
 SECTIONS = {  # of an Accelerate YAML: the launcher's flags, of which some may leave out the prefix

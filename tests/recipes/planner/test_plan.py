@@ -108,7 +108,7 @@ def steps(*argv, config=LARGE, gpu_memory=SMALL_CARD, **named):
 
 
 def test_steps_are_whole_commands_in_the_order_to_try_them():
-    found = planned("--max_length", "256", config=LARGE, gpu_memory=SMALL_CARD).next_steps
+    found = planned("--max_length", "128", config=LARGE, gpu_memory=SMALL_CARD).next_steps
     order = ["gradient_checkpointing", "adamw_bnb_8bit", "memory", "use_peft", "load_in_4bit"]
     places = [next(i for i, step in enumerate(found) if word in step.words) for word in order]
     assert places == sorted(places)
@@ -120,7 +120,7 @@ def test_steps_are_whole_commands_in_the_order_to_try_them():
 
 
 def test_a_recipe_that_is_not_legal_says_why_and_its_step_leaves_the_flag_out():
-    plan = planned("--optim", "adamw_bnb_8bit", "--max_length", "256", config=LARGE, gpu_memory=SMALL_CARD)
+    plan = planned("--optim", "adamw_bnb_8bit", "--max_length", "128", config=LARGE, gpu_memory=SMALL_CARD)
     assert {entry.name for entry in plan.recipes} == {"fast", "standard"}
     assert "replaced by DeepSpeedCPUAdam" in plan.refused["memory"]
     step = next(step for step in plan.next_steps if " --recipe memory " in step.words)

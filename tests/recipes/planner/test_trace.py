@@ -28,8 +28,10 @@ def test_plans_are_within_two_percent_of_published_readings_of_bert_large(readin
     assert planned(reading).total / MIB == pytest.approx(reading.mib, rel=0.02)
 
 
-@pytest.mark.parametrize("adapters", [None, Adapters(8)], ids=["whole", "adapters"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "adapters", [pytest.param(None, marks=pytest.mark.slow), Adapters(8)], ids=["whole", "adapters"]
+)
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_compiled_layers_keep_what_torch_compile_keeps(name, adapters):
     config = copy.deepcopy(SMALL[name])
     config.use_cache = False
@@ -83,7 +85,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in ("autocast", "checkpointing") else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+)
 @pytest.mark.parametrize("name", DEEP)
 def test_small_traces_give_every_depth_and_batch(name, case):
     weights, known = weigh(DEEP[name], "causal_lm"), {}

@@ -108,7 +108,7 @@ def test_if_ram_is_short_it_says_how_much_is_needed_and_which_step_lacks_only_ra
 
 def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tmp_path, capsys, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
-    plan = json.loads(said(str(tiny_model), "--gpu 'A100 80GB' --num_processes 4 --nodes 2 --json"))
+    plan = json.loads(said(str(tiny_model), "--gpu 'A100 80GB' --recipe standard --num_processes 4 --nodes 2 --json"))
     words = shlex.split(plan["command"])
     assert words[:7] == ["recipes", "submit", "slurm", "--nodes", "2", "--gpus_per_node", "2"]
     assert main([*words[1:3], "--dry_run", *words[3:]]) == 0
@@ -121,11 +121,23 @@ def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tm
         ("large", "--gpu L4", ", the fastest that fits: "),
         ("large", "--gpu L4 --recipe standard", ", which fits: "),
         ("large", "--gpu_memory 2.68", ", which fits with the least communication and offload: "),
-        ("experts", "--gpu H100 --mfu 0.4", "experts, or without attention, are not counted; --mfu has no effect"),
-        ("llama", "--gpu_memory 8", "the time of a step is unknown: the peak of this GPU is unknown: choose"),
+        (
+            "experts",
+            "--gpu H100 --recipe standard --mfu 0.4",
+            "experts, or without attention, are not counted; --mfu has no effect",
+        ),
+        (
+            "llama",
+            "--gpu_memory 8 --recipe standard",
+            "the time of a step is unknown: the peak of this GPU is unknown: choose",
+        ),
         ("llama", "--gpu H100 --recipe baseline", "the GPU's peak in fp32 is unknown\n"),
-        ("llama", "--gpu H100 --num_processes 2 --details", "communication (at 370 GB/s, "),
-        ("llama", "--gpu H100 --num_processes 2 --nodes 2 --details", "(left out: --bandwidth GB/s adds it)"),
+        ("llama", "--gpu H100 --recipe standard --num_processes 2 --details", "communication (at 370 GB/s, "),
+        (
+            "llama",
+            "--gpu H100 --recipe standard --num_processes 2 --nodes 2 --details",
+            "(left out: --bandwidth GB/s adds it)",
+        ),
     ],
 )
 def test_it_says_why_a_recipe_is_recommended_and_why_its_time_is_unknown(model, argv, why, said):

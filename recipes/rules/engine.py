@@ -290,6 +290,10 @@ def tensor_parallelism_fits_the_run(run):
     accelerate gathers predictions of processes that share examples and drops the last predictions:
     eval_loss is right, but eval_accuracy counts some examples twice and others never.
     """
+    written = mapping((run.engine.json or {}).get("tensor_parallel")).get("autotp_size", 1)
+    if type(written) is not int or written < 1:  # Trainer divides by it (`get_tp_size`)
+        what = f"needs a whole number above 0, got {written!r}"
+        yield in_json(run, "tensor_parallel.autotp_size", what, '"autotp_size": 1, or leave tensor_parallel out')
     if not uses_deepspeed(run) or run.engine.parallelism.autotp == 1:
         return
     size, where = run.engine.parallelism.sharing, "under DeepSpeed's tensor parallelism"

@@ -123,6 +123,7 @@ ALSO_FIRES = [
      Run(f'{DS} --accelerator_config {{"dispatch_batches":true}}', files=TWO, world=2), "accelerator_config"),
     ("tensor_parallelism_fits_the_run",
      Run(f"{DS} {MODEL}", files=TWO | model(model_type="gpt2"), world=2), "autotp_size"),
+    ("tensor_parallelism_fits_the_run", Run(DS, files=ds_json(tensor_parallel={"autotp_size": 0})), "autotp_size"),
     ("sequences_and_models_are_not_divided", on_gpus(yaml=groups(cp=2), world=2), "cp_size"),
     ("sequences_and_models_are_not_divided", Run(yaml=groups("MULTI_GPU", tp=2), world=2), "tp_size"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--fsdp true --optim lion_8bit", world=2), "optim"),

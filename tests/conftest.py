@@ -24,11 +24,9 @@ if worker and not on_gpu and hasattr(os, "sched_setaffinity"):  # a core each: t
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that the workers end together; DeepSpeed compiles at once."""
-    longest = (
-        "test_every_recipe test_trace test_plan test_slurm test_containers test_train_engines test_style test_rehearsal"
-    )
-    longest += " test_scale test_parallelism test_preemption test_submit test_same_training"
-    longest += " test_fit test_doctor test_explain test_out_of_memory test_train_switches"
+    longest = "test_every_recipe test_trace test_plan test_slurm test_containers test_train_engines"
+    longest += " test_style test_rehearsal test_scale test_parallelism test_preemption test_submit"
+    longest += " test_same_training test_fit test_doctor test_explain test_out_of_memory test_train_switches"
     longest += " test_other_world"
     order = longest.split()
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))

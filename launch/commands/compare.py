@@ -57,7 +57,7 @@ _TRAINING = (
     "task problem_type model_name_or_path model_revision from_scratch dataset_name dataset_config dataset_train_split "
     "dataset_test_split dataset_columns dataset_text_field dataset_label_field dataset_streaming max_length packing "
     "packing_strategy assistant_only_loss completion_only_loss label_smoothing_factor global_batch_size seed data_seed "
-    "max_steps num_train_epochs"
+    "max_steps num_train_epochs learning_rate lr_scheduler_type warmup_steps weight_decay"
 ).split()
 
 
@@ -267,8 +267,13 @@ def print_settings(titles: Sequence[str], rows: Sequence[Row], stderr: bool = Fa
     """Print the settings of one run, or the differences between several, as a table."""
     if not rows:
         print("nothing differs")
-    table = [[row.name, *map(value_text, row.values), row.part, _reason(row.entries, titles)] for row in rows]
+    table = [[row.name, *map(value_text, row.values), _from(row), _reason(row.entries, titles)] for row in rows]
     _print_table(["setting", *titles, "from", "reason"], table, stderr)
+
+
+def _from(row: Row) -> str:
+    sources = dict.fromkeys(entry["source"] for entry in row.entries) if row.is_setting else {}
+    return " and ".join(source for source in sources if not recorded.is_derived(source)) or row.part
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:

@@ -129,7 +129,7 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
 
 
 def _print_answers(plan: Plan) -> None:
-    """Print the recipes and changes that fit, each with its command, the fastest first."""
+    """Print the recommended recipe and changes that fit without its offload, the fastest first."""
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
     whole = [entry for entry in plan.recipes if entry.run.engine.offload_optimizer == "none"]
     if whole and not any(entry.fits for entry in whole):

@@ -102,6 +102,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
 
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
+    print(f"{title(run['dataset_name']) or 'the standard library'}, split {run['dataset_test_split']}")
     with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data)
         return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False)).evaluate()
@@ -189,7 +190,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if not (folder / "adapter_config.json").is_file():
         holding = (f"recipes merge {path}" for path in numbered(folder) if (path / "adapter_config.json").is_file())
         fix = next(holding, "give the folder of a run with --use_peft; other runs need no merge")
-        raise mistake("FOLDER", f"{folder} holds no adapter", fix)
+        raise mistake("FOLDER", f"{folder} {'holds no adapter' if folder.is_dir() else 'does not exist'}", fix)
     if output.exists():
         what = f"{output} exists already{', and is older than the adapter' if _is_outdated(output, folder) else ''}"
         raise mistake("output", what, f"give --output a new folder, or first remove it with `rm -r {output}`")

@@ -7,6 +7,7 @@ from recipes.errors import Problem, raise_errors
 from recipes.mixture import Part, files_of, parts_of_run
 from recipes.rules.data_and_model import file_kind
 from recipes.run import RunSpec, Settings
+from recipes.run.files import nearest
 
 Format = tuple[str, ...]  # the columns that a format needs; the last column holds the content to learn
 
@@ -43,7 +44,8 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
     if absent := [name for name in part.columns if name not in columns]:
         what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
-        return [Problem(flag, what, "name columns that exist")]
+        near = nearest(absent[0], columns)
+        return [Problem(flag, what, f"{near}={part.columns[absent[0]]}" if near else "name columns that exist")]
     has = new_names(columns, part).values()
     said = f"{part.name or 'the data'} has {', '.join(has)}"
     if run["task"] == "sequence_classification":

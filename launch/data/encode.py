@@ -95,7 +95,7 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
     value = row.get(column)
     if not isinstance(value, str | None):
         what = f"holds {one_line(repr(value)[:100])} in the column {column!r}, not text"
-        raise mistake(subject, what, "write a text in every row")
+        raise mistake(subject, what, "put text in this column in every row")
     return value or ""
 
 

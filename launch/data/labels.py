@@ -63,7 +63,8 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     is_list = isinstance(feature, List)
     if wanted and is_list != (wanted == MULTI):
         holds = "lists" if is_list else "one label a row"
-        raise mistake("problem_type", f"is {wanted}, but the column {name!r} holds {holds}", "leave problem_type out")
+        fix = "leave problem_type out" if is_list else "write lists, in .jsonl or .parquet; or leave problem_type out"
+        raise mistake("problem_type", f"is {wanted}, but the column {name!r} holds {holds}", fix)
     if wanted == REGRESSION or (wanted is None and any(isinstance(label, float | Decimal) for label in labels)):
         if not all(isinstance(label, _NUMBERS) for label in labels):
             what = f"regression learns numbers, but the column {name!r} holds other values"

@@ -237,7 +237,7 @@ def gpu_memory(request: Request) -> Check | None:
     if taken or others:
         words = f"taken: {', '.join(taken) or 'little'}{others and f', by {others}'}"
         return Check("warning", "GPU memory", words, "end the programs that hold this memory, or use other GPUs", known)
-    return Check("ok", "GPU memory", f"{least:,} MiB free on each", numbers=known)
+    return Check("ok", "GPU memory", f"at least {least:,} MiB free on each", numbers=known)
 
 
 # --- Limits and memory ----------------------------------------------------------------------------
@@ -283,8 +283,8 @@ def host_memory(request: Request) -> Check:
 
 
 def disk(request: Request) -> Check:
-    """Report the free space where a run writes by default, where libraries put temporary files, and
-    in Hugging Face's caches; of a missing folder, the space of its parent.
+    """Check that the working folder, the folder for temporary files and Hugging Face's caches have
+    space and are writable; of a missing folder, the nearest folder above it that exists.
     """
     try:
         places = [Path.cwd(), Path(tempfile.gettempdir()), hf_home(os.environ).absolute()]

@@ -33,7 +33,7 @@ def limit(limit_bytes: int, cuda: bool) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         now = psutil.Process().memory_info()
         if now.rss > limit_bytes:
-            raise MemoryError(f"{now.rss:,} bytes are in use before the model is loaded, the limit is {limit_bytes:,}")
+            raise MemoryError(f"Python and its libraries alone take {now.rss / 2**20:,.1f} MiB")
         soft = now.data + limit_bytes - now.rss
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 

@@ -41,9 +41,9 @@ def start(argv: list[str], log: IO[bytes], environment: Mapping[str, str] = os.e
 
 @contextlib.contextmanager
 def group() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yield a list for started processes.
+    """Yield a list for started processes, each of which leads a process group.
 
-    However the block ends, the listed processes and everything that they started are killed.
+    However the block ends, the process groups of the listed processes are killed.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:

@@ -317,14 +317,15 @@ def own_files(job: Job) -> list[Path]:
     named += [(name, run[name]) for name in filter(run.explicit, settings.split()) if isinstance(run[name], str)]
     for name, text in named:
         path, is_data = Path(os.path.normpath(text)), name == "dataset_name"
+        is_rows = is_data and (paths_of(text) or (file_kind(path) and ":" not in text))  # a uri has a colon
         if os.path.isfile(text) and not path.is_absolute() and path.parts[0] != "..":  # noqa: PTH113, of any text
             files.append(path)
-        elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
-            what = f"{text} is not a file in the current folder, and a job uploads only such files"
-            fix = f"use a name on the Hub, or copy the file here and give --{name} {path.name}"
+        elif is_rows or text.startswith((".", "/", "~")) or existing_path(text):
+            kind, fix = "not a file in the current folder", f"copy the file here and give --{name} {path.name}"
+            fix += ", or use " + ("--data with an asset or uri" if is_data else "a name on the Hub")
             if os.path.isdir(text):  # noqa: PTH112, of any text
-                fix = f"upload the folder with `hf upload`, and give --{name} its name on the Hub"
-            problems.append(Problem(name, what, "use --data with an asset or uri" if is_data else fix))
+                kind, fix = "a folder", f"upload the folder with `hf upload`, and give --{name} its name on the Hub"
+            problems.append(Problem(name, f"{text} is {kind}, and a job uploads only files of the current folder", fix))
     raise_errors(problems)
     return files
 

@@ -206,8 +206,8 @@ def kept_record(
     `preempted`, `interrupted`, `out_of_memory` or `failed`. Yields a dict, which the training fills
     with the results. `classes` are the names of a classifier's outputs.
 
-    Rank 0 writes the file. If another rank runs out of memory, rank 0 sees only a lost connection,
-    so the other rank's out_of_memory.json decides the status.
+    Rank 0 writes the file. If another rank runs out of memory, rank 0 sees only a lost connection;
+    then the other rank sets the status, and its out_of_memory.json keeps it.
     """
     results: Json = {}
     content, kept = started(run, world.size, data_commit), earlier.kept

@@ -188,7 +188,7 @@ def _measure_in_turns(
     for repeat in range(repeats):
         if repeat == 1:
             one = time.monotonic() - began
-            print(f"a round took {duration(one)}, the others take about {duration(one * (repeats - 1))}", flush=True)
+            print(f"a round took {duration(one)}, so about {duration(one * (repeats - 1))} are left", flush=True)
         for point in points if repeat % 2 == 0 else reversed(points):
             if point in failed:
                 continue

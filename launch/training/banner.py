@@ -178,7 +178,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
             timings = {"timings": f"{run['measure']}: {result}"}
     with only_noted(world):
         out.print()
-        lines = dict(_summary(results, run, trainer.timing.steps_trained)) | timings | {"written to": run["output_dir"]}
+        lines = dict(_summary(results, run, trainer)) | timings | {"written to": run["output_dir"]}
         out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
         if world.is_main:
             trainer.write_card(run)
@@ -194,10 +194,12 @@ def _table(lines: Mapping[str, object]) -> Table:
     return table
 
 
-def _summary(results: Json, run: RunSpec, trained: int) -> Iterable[tuple[str, str]]:
+def _summary(results: Json, run: RunSpec, trainer: RecipeTrainer) -> Iterable[tuple[str, str]]:
     """Yield the lines of the summary at the end of a run. `results` are also in run.json."""
-    now = f", {trained:,} of them now" if trained < results["global_step"] else ""
-    yield "steps", f"{results['global_step']:,}{now}, in {duration(results['train_runtime'])}"
+    steps, trained, planned = results["global_step"], trainer.timing.steps_trained, trainer.state.max_steps
+    words = f" of {planned:,}, because the metric no longer improved" if steps < planned else ""
+    words += f", {trained:,} of them now" if trained < steps else ""
+    yield "steps", f"{steps:,}{words}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
         yield "loss", f"{results['first_loss']:.3f} at the start, {results['final_loss']:.3f} at the end"
     if run["load_best_model_at_end"]:

@@ -98,8 +98,8 @@ class StopWhenRequested(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Prints one line per log. The last step is always logged, so that the final loss is known even
-    if a recipe logs rarely.
+    """Prints one line per log of steps or evaluations. The last step is always logged, so that the
+    final loss is known even if a recipe logs rarely.
     """
 
     began: float | None = None  # None in an evaluation without training
@@ -198,7 +198,7 @@ class StepTiming(TrainerCallback):
         self._marks.append((part, now))
 
     def begin_step(self) -> None:
-        """Before a step reads data, profile the last warm-up step, or begin to time the parts."""
+        """Before a step reads data, start to profile it (last of warm-up) or to time its parts."""
         if self.on and self.steps_trained == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()

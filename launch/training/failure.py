@@ -105,8 +105,7 @@ def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Pa
     elif _lost_a_rank(error):
         what = "another rank failed: see the error that it printed"
     again = f"{remedy}, then run the same command again" if remedy else "To resume, run the same command again"
-    newest = newest_complete(str(folder)) if folder else None
-    if newest:
+    if newest := newest_complete(str(folder)) if folder else None:
         return f"{what}. Saved: {newest}. {again}: it resumes from the newest valid checkpoint."
     unsaved = f"{what}. Saved: no checkpoint yet." if folder else what
     return f"{unsaved.rstrip('.')}. {again}." if remedy else unsaved

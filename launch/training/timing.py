@@ -48,8 +48,7 @@ def add_timings_row(run: RunSpec, world: World, trainer: RecipeTrainer, results:
 
 
 def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
-    timing, device, world = trainer.timing, trainer.args.device, run.world_size
-    steps = timing.timed_steps
+    timing, device, world, steps = trainer.timing, trainer.args.device, run.world_size, trainer.timing.timed_steps
     name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
     own = {"host": platform.node(), "device": name, "peak": results["peak_memory_bytes"]}
     ranks = gather_object([{**own, **{part: timing.seconds[part] / steps for part in PARTS}}])

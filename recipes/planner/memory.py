@@ -466,7 +466,7 @@ class Memory:
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes of the gradients that stay between micro-batches: 0 with offload."""
+        """Bytes of the gradients, or of this GPU's share if they are sharded; 0 with offload."""
         return 0 if self.offloads else self._shard(self.weights.trained * trained_bytes(self.run), 2)
 
     @cached_property

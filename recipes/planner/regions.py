@@ -76,7 +76,7 @@ def _region(layer: Any, kind: str) -> Callable:
 
 
 def _compiled(half: torch.fx.GraphModule, inputs: list) -> Callable:
-    """Replace the fused operations of one half by allocations of what they write to memory."""
+    """In a forward or backward, replace fused operations by allocations of what they write."""
     for node in half.graph.nodes:
         value, written = node.meta.get("val"), _is_written(node)
         if isinstance(value, torch.Tensor) and (_is_fused(node) or (_is_view(node) and not written)):

@@ -51,7 +51,7 @@ _SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\))?"
 
 
 def file_kind(path: PurePath) -> str | None:
-    """The name of the `datasets` reader for the suffix of a file; None for an unknown suffix."""
+    """The `datasets` reader for a file's suffix (before .gz or .zst); None if there is none."""
     kind = FILE_KINDS.get(path.suffix.lower())
     if kind or path.suffix.lower() not in COMPRESSED:
         return kind

@@ -140,7 +140,7 @@ def fsdp_needs_ranks_with_gpus(run):
 
 
 def _uses_ddp(run: RunSpec) -> bool:
-    """True if DDP wraps the model, which it also does in several processes launched as `single`."""
+    """True if DDP wraps the model, as it does in several processes launched as `single` too."""
     if uses_deepspeed(run) or uses_fsdp(run):
         return False
     return run.engine.kind == "ddp" or run.engine.kind.startswith("multi_") or run.world_size > 1

@@ -231,8 +231,8 @@ _ERRORS = (
     error_row("batches_come_out_even", "accelerator_config",
               lambda run: accelerator_config(run).get("even_batches", True) is False
               and run.world_size > 1 and not run["dataloader_drop_last"],
-              "even_batches false can leave ranks waiting for each other forever",
-              "leave even_batches on: examples that only fill up the last batch are not counted",
+              "even_batches false can leave ranks waiting for each other until a timeout",
+              "leave even_batches on: the loss ignores examples that only fill up the last batch",
               "If a rank has one batch fewer, the other ranks wait for this rank until a timeout."),
 
     # Precision and the GPU
@@ -370,12 +370,12 @@ _OF_TRAIN_PY = (
     error_row("only_the_demonstration_has_no_data", "dataset_name",
               lambda run: run["dataset_name"] is None and run.place.by_train_py
               and (run["model_name_or_path"] is not None or run["task"] == "sequence_classification"),
-              "is missing: the run would train on the demonstration's texts, which have no labels",
+              "is missing: the demonstration's texts are only for the demonstration's own model",
               "--dataset_name FILE_OR_HUB_ID", "The run would succeed, and make the model worse."),
     error_row("only_the_demonstration_has_no_model", "model_name_or_path",
               lambda run: run["model_name_or_path"] is None and run["dataset_name"] is not None
               and run.place.by_train_py,
-              "is missing: the run would train the demonstration's small decoder on this data",
+              "is missing: the demonstration's small decoder is not for data of your own",
               "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
               lambda run: run["task"] != "causal_lm" and parts_of_run(run)[1:],

@@ -254,7 +254,7 @@ ROWS = (
     advice_row("every_evaluation_is_saved", "save_steps",
                lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == run["save_strategy"] == "steps"
                and 0 < (run["eval_steps"] or run["logging_steps"]) < run["save_steps"],
-               "{save_steps:g} saves fewer models than are evaluated, and may miss the best one",
+               "is {save_steps:g}: fewer models are saved than evaluated, so the best one may be missed",
                "leave it out: saving follows evaluation",
                "If the best model was not saved, Trainer loads another saved model, or none at all."),
     advice_row("best_is_the_better_value", "greater_is_better",

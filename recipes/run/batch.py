@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from recipes.errors import mistake, plural
 from recipes.run.engine import Parallelism
 
-ARITHMETIC = "batch arithmetic"
+BATCH = "batch arithmetic"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Batch:
     accumulation: int
     data_parallel: int
     reason: str
-    source: str = ARITHMETIC
+    source: str = BATCH
 
     @property
     def total(self) -> int:

@@ -106,7 +106,9 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
             continue
         used = legal.ALIASES.get(name, name)
         if used != name and used in values:
-            problems.append(Problem(name, f"is the new name of {used}, and both are given", "write one", source))
+            problems.append(
+                Problem(name, f"is the new name of {used}, and both are given", "write only one of the two", source)
+            )
         try:
             value = coerce(value, known)
             if used == "output_dir" and value:  # otherwise only TrainingArguments expands ~

@@ -34,7 +34,7 @@ def nearest(name: object, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def shipped(name: str, folder: str = "accelerate_configs") -> Path:
-    """The path of a shipped Accelerate YAML, in the installed package or in a checkout."""
+    """The path of a shipped file, such as an Accelerate YAML, in the package or in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / folder / name
     return inside if inside.exists() else package.parent / folder / name

@@ -29,9 +29,8 @@ def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
     cannot be read.
 
     Without data, hash the demonstration's texts: the standard library of this Python. The hash of a
-    mixture combines each part's hash (or its name on the Hub) with the settings of that part. Data
-    of up to 256 MiB are read whole. Of larger data, 4,096 blocks at equal distances and the end of
-    each file are read.
+    mixture combines each part's hash (or else its name) with the settings of that part. Up to 256
+    MiB are read whole; of more, some 4,096 blocks, among them the start and the end of each file.
     """
     if not dataset_name:
         return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))

@@ -164,7 +164,7 @@ def _decision(name: str, pair: Any, file: str) -> Decision:
     is_words = _is_pair(pair) and "list" in legal.settings()[name].types and isinstance(pair[0], str)
     if not _is_pair(pair) or (is_words and " " not in pair[1].strip()):  # [q_proj, v_proj] is a value, not a pair
         value = repr(pair) if isinstance(pair, (str, int, float)) else "value"
-        raise mistake(name, "has no reason", f'[{value}, "the reason"]', file)
+        raise mistake(name, "needs a value and its reason", f'write [{value}, "the reason"]', file)
     problems: list[Problem] = []
     accepted = accept({name: pair[0]}, file, problems)
     raise_errors(problems)

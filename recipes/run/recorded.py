@@ -81,8 +81,8 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """Return the values that the user wrote for the recorded run, without secrets. A secret that is
-    not `given` again becomes a problem.
+    """Return what the user wrote for the recorded run, its recipe and its global batch, without
+    secrets. A secret that this run needs and that is not `given` again becomes a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}

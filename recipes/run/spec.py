@@ -13,7 +13,7 @@ from typing import Any
 from recipes import catalog, legal
 from recipes.catalog import Decision, Recipe, Value
 from recipes.errors import Problem
-from recipes.run.batch import ARITHMETIC, Batch
+from recipes.run.batch import BATCH, Batch
 from recipes.run.engine import Engine
 from recipes.run.hardware import Hardware
 from recipes.run.metrics import smaller_is_better
@@ -33,7 +33,6 @@ class Setting:
 
 LIBRARY = "library default"
 COMMAND_LINE = "command line"
-BATCH = ARITHMETIC
 FIT = "fit.json"
 BEST_MODEL = "load_best_model_at_end"
 BATCH_FIELDS = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -159,7 +158,7 @@ class RunSpec(Mapping):
         return replace(self, limits={**self.limits, name: Setting(value, "limit", reason)})
 
     def given_too(self, **settings: Any) -> RunSpec:
-        """Return the run as if the user had written these settings too. Dependent values change."""
+        """Return the run as if the user had written these settings too. Engine and batch stay."""
         given = {name: replace(self.setting(name), value=value) for name, value in settings.items()}
         return replace(self, given={**self.given, **given})
 

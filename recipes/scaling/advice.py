@@ -107,7 +107,7 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 def _volume_bound(row: Timing, waits: float) -> bool:
     """True if sending a step's bytes takes longer than twice the latency of the step's collectives,
-    and longer than a quarter of the wait. Ranks that compete for cores wait for each other too.
+    and longer than a quarter of the wait, of which ranks that compete for cores may be the cause.
 
     The bandwidth alone is not enough, because a bandwidth of small messages includes the latency.
     """

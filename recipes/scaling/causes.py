@@ -73,7 +73,7 @@ class Losses:
 
     @property
     def named(self) -> list[Cause]:
-        """The causes that are worth naming and larger than the noise, the main cause first."""
+        """The causes that are large and clear, the main cause first; none while `undecided`."""
         return [] if self.undecided else [cause for cause in self.causes if cause.large and cause.clear]
 
 

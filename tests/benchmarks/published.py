@@ -256,14 +256,9 @@ def of_trainers() -> Scores:
 def of_loops() -> Scores:
     """What torch reported as its peaks in two or three steps."""
     for row in _table("published_loops.csv"):
-        requests = requests_of(row)
-        yield (
-            row["name"],
-            "allocated",
-            float(row["allocated"]) * _IN_MIB[row["unit"]],
-            requests.replay().peak_allocated / MIB,
-        )
-        yield row["name"], "reserved", float(row["reserved"]) * _IN_MIB[row["unit"]], requests.reserved() / MIB
+        requests, unit = requests_of(row), _IN_MIB[row["unit"]]
+        yield row["name"], "allocated", float(row["allocated"]) * unit, requests.replay().peak_allocated / MIB
+        yield row["name"], "reserved", float(row["reserved"]) * unit, requests.reserved() / MIB
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def test_compare_has_what_differs_the_results_and_the_failures(runs, answer):
         assert found[name][:2] == [record[name] for record in records[:2]]
         assert name in printed
     _, printed = answer("compare", runs / "plain", runs / "diverged")
-    assert printed.startswith("these runs train differently, which also changes their results: ")
+    assert re.match("these runs train differently, which also changes their results: .*, learning_rate\n", printed)
 
 
 def test_contents_count_and_not_their_path(runs):
@@ -165,6 +165,6 @@ def test_every_target_is_to_be_met_by_one_run(runs, answer):
         ("{runs}", "{runs}/changed"),  # a folder of runs names them
     ],
 )
-def test_what_cannot_be_compared_is_a_mistake(words, message, runs, capsys):
+def test_a_bad_target_or_a_folder_of_runs_is_a_mistake(words, message, runs, capsys):
     assert main(["compare", str(runs / "plain"), str(runs / "changed"), *words.format(runs=runs).split()]) == 2
     assert "".join(message.format(runs=runs).split()) in "".join(capsys.readouterr().err.split())

@@ -145,6 +145,7 @@ def test_what_cannot_be_merged_is_one_line(adapter, tiny_model, texts, tmp_path,
     os.utime(tmp_path / "older", (0, 0))
     assert "and is older than the adapter" in merge(capsys, adapter, "--output", tmp_path / "older")[1]
     assert f"{tiny_model} holds no adapter" in merge(capsys, tiny_model)[1]
+    assert "does not exist" in merge(capsys, tmp_path / "absent")[1]
     (tmp_path / "checkpoint-2").mkdir()  # of a whole model
     assert "other runs need no merge" in " ".join(merge(capsys, tmp_path)[1].split())
     output = texts / "merged"

@@ -12,6 +12,7 @@ from recipes.catalog import RECIPES
 from tests.recipes.planner.small import LARGE, SHAPE, SMALL
 from tests.support.running import ROOT
 
+ONE = "--gpu H100 --recipe standard"
 MODELS = {"llama": SMALL["llama"], "experts": SMALL["qwen3_moe"], "large": LARGE}
 
 
@@ -22,7 +23,8 @@ def said(tmp_path, capsys):
     def run(model: str, argv: str, status: int = 0) -> str:
         if config := MODELS.get(model):
             config.save_pretrained(tmp_path)
-        assert main(["plan", "--model", str(tmp_path) if config else model, *shlex.split(argv)]) == status
+        named = ["--model", str(tmp_path)] if config else ["--model_name_or_path", model]  # train.py's name for it
+        assert main(["plan", *named, *shlex.split(argv)]) == status
         printed = capsys.readouterr()
         return printed.err if status else printed.out
 
@@ -69,10 +71,8 @@ def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(sa
     assert f"\ncontext: {context['bytes'] / 2**20:.0f} MiB, {context['source']}\n" in printed
 
 
-def test_a_size_names_the_model_whose_shape_it_has(capsys):
-    words = "plan --model_name_or_path 0.5B --gpu H100 --recipe standard --max_length 64"  # train.py's name for it
-    assert main(words.split()) == 0
-    printed = capsys.readouterr().out
+def test_a_size_names_the_model_whose_shape_it_has(said):
+    printed = said("0.5B", "--gpu H100 --recipe standard --max_length 64")
     assert "0.5B, 494,032,768 parameters" in printed and "\nthe shape of Qwen/Qwen2.5-0.5B: 24 layers" in printed
 
 
@@ -121,23 +121,11 @@ def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tm
         ("large", "--gpu L4", ", the fastest that fits: "),
         ("large", "--gpu L4 --recipe standard", ", which fits: "),
         ("large", "--gpu_memory 2.68", ", which fits with the least communication and offload: "),
-        (
-            "experts",
-            "--gpu H100 --recipe standard --mfu 0.4",
-            "experts, or without attention, are not counted; --mfu has no effect",
-        ),
-        (
-            "llama",
-            "--gpu_memory 8 --recipe standard",
-            "the time of a step is unknown: the peak of this GPU is unknown: choose",
-        ),
+        ("experts", f"{ONE} --mfu 0.4", "experts, or without attention, are not counted; --mfu has no effect"),
+        ("llama", "--gpu_memory 8 --recipe standard", "unknown: the peak of this GPU is unknown: choose"),
         ("llama", "--gpu H100 --recipe baseline", "the GPU's peak in fp32 is unknown\n"),
-        ("llama", "--gpu H100 --recipe standard --num_processes 2 --details", "communication (at 370 GB/s, "),
-        (
-            "llama",
-            "--gpu H100 --recipe standard --num_processes 2 --nodes 2 --details",
-            "(left out: --bandwidth GB/s adds it)",
-        ),
+        ("llama", f"{ONE} --num_processes 2 --details", "communication (at 370 GB/s, "),
+        ("llama", f"{ONE} --num_processes 2 --nodes 2 --details", "(left out: --bandwidth GB/s adds it)"),
     ],
 )
 def test_it_says_why_a_recipe_is_recommended_and_why_its_time_is_unknown(model, argv, why, said):

@@ -20,7 +20,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_a_file_that_cannot_be_read(name, tmp_path, tokenizer):
+def test_a_file_with_malformed_content(name, tmp_path, tokenizer):
     file, content = BYTES[name]
     (tmp_path / file).write_bytes(content)
     found = problem(run_with(dataset_name=str(tmp_path / file)), tokenizer)

@@ -154,7 +154,7 @@ def test_it_goes_up_from_the_guess_while_it_runs_or_down_until_it_does(most, tri
     run = resolve(["--recipe", "standard", "--output_dir", str(tmp_path / "out"), "--memory_limit", "1"])
     if not most:
         with pytest.raises(
-            UserError, match=r"not even a micro-batch of 1 fits in 953.7 MiB: asked for 2 GiB\. Fix: set --g"
+            UserError, match=r"not even a micro-batch of 1 fits in 953.7 MiB: asked for 2 GiB\. Fix: raise it, set"
         ):
             fit.fit(run, argv, World())
         assert not (tmp_path / "out" / "fit.json").exists()
@@ -188,7 +188,7 @@ def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
             assert (one["fits"], one["words"], one["ranks"]) == (not expected[0], *expected)
 
 
-def test_a_probe_has_no_evaluations_of_its_schedule_and_is_legal_without(tmp_path):
+def test_a_probe_is_legal_with_flags_that_need_evaluations_or_a_schedule(tmp_path):
     for flags in (
         "--eval_on_start",
         "--lr_scheduler_type reduce_lr_on_plateau",

@@ -129,8 +129,9 @@ def test_a_file_that_the_job_would_not_find_is_refused(project, monkeypatch, cap
     monkeypatch.chdir(project / "ours")
     assert main([*SUBMIT, "--recipe", "../ours.yaml"]) == 2
     assert "copy the file here and give --recipe ours.yaml" in capsys.readouterr().err
-    assert main([*SUBMIT, "--", "--model_name_or_path", ".", "--dataset_name", "hub/data"]) == 2
-    assert "upload the folder with `hf upload`" in capsys.readouterr().err
+    assert main([*SUBMIT, "--", "--model_name_or_path", ".", "--dataset_name", "absent.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "upload the folder with `hf upload`" in said and "copy the file here and give --dataset_name absent" in said
 
 
 # --- A YAML that was edited: what Azure accepts and should not, and what it reports ---------------

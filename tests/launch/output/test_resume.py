@@ -399,7 +399,7 @@ def begun(begun_run, tmp_path):
     return folder, ["--resume_from_checkpoint", str(begun_run / "whole" / "checkpoint-2")]
 
 
-def test_the_same_command_again_goes_on_from_its_newest(begun, found):
+def test_a_repeated_start_from_a_named_checkpoint_goes_on_from_its_own_newest(begun, found):
     """A job that is queued again would lose all steps since its first start."""
     folder, named = begun
     again = found(folder, *SIX_STEPS, *named)

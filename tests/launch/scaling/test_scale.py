@@ -131,7 +131,7 @@ def test_if_every_run_fails_it_says_so_and_recommends_no_report(tiny_model, tmp_
     printed = capsys.readouterr()
     assert "nothing was measured: every run failed" in printed.err
     assert printed.err.count("failed, exit code 2") == 1  # it is not measured again
-    assert printed.out.count("a round took ") == 1 and " ms, the others" not in printed.out  # after the first
+    assert printed.out.count("a round took ") == 1 and " ms, so" not in printed.out  # after the first
     assert "scale report" not in printed.out
 
 

@@ -127,7 +127,7 @@ def test_the_text_says_band_cause_law_numbers_and_advice(folder):
     assert f"Advice at 4: train on 2, not 4: {gain}" in text and "--num_processes 2" in text
 
 
-def test_what_was_measured_here_can_be_tried_here():
+def test_advice_comes_with_the_scale_run_command_that_tries_it():
     found = sections(find(ROWS, files=["my runs/timings.jsonl"]))[2]
     words = [commands for _, commands in found.advice]
     tried = "recipes scale run --apply fewer --num_processes 4 --recipe standard --scaling strong --name bert"

@@ -24,7 +24,7 @@ def test_what_fails_after_the_training_is_one_note(monkeypatch, tiny_model, text
     assert outcome.output.count(note) == 2
 
 
-def test_a_mistake_names_the_limit_as_the_source_of_the_length(tiny_model, tmp_path, capsys):
+def test_an_error_about_a_length_that_the_model_lowered_shows_the_limit_as_source(tiny_model, tmp_path, capsys):
     data = jsonl(tmp_path, [{"text": "abc"}])
     words = [word for word in model_flags(tiny_model, data) if word not in ("--max_length", "64")]
     assert main([*words, "--output_dir", str(tmp_path), "--packing", "--packing_strategy", "wrapped"]) == 2

@@ -49,7 +49,7 @@ def packs(config, **settings) -> bool:
 
 
 @pytest.mark.parametrize("config", [*APART, *MIXED], ids=lambda config: config.model_type)
-def test_fast_packs_for_a_model_that_keeps_examples_apart_and_says_so_of_another(config):
+def test_fast_packs_only_for_a_model_that_keeps_examples_apart_else_advises(config):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     run, advice = with_separate_examples(run_with("somebody/model", recipe="fast"), config)

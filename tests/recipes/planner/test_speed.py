@@ -47,11 +47,6 @@ def test_a_step_takes_its_flops_at_the_stated_share_of_the_peak():
     assert splits(mfu=0.5)[1].compute == pytest.approx(flops / (0.5 * 312e12))
 
 
-def test_compute_time_is_unknown_for_experts_and_for_an_unknown_card():
-    assert planned(config=SMALL["qwen3_moe"], gpu="H100", recipe="standard").recipes[0].time.compute is None
-    assert planned(recipe="standard").recipes[0].time.compute is None
-
-
 @pytest.mark.parametrize(
     ("gpu", "mfu", "speed"),
     [

@@ -20,6 +20,7 @@ from recipes.quiet import silence
 from tests.benchmarks.published import MIB, OF_TRAINER, planned
 from tests.recipes.planner.small import CPU, SHAPE, SMALL, alone, peak, real_peak, run_of
 
+slow = pytest.mark.slow
 BERT_LARGE = [one for one in OF_TRAINER if one.of_process and "adamw_torch_fused" in one.flags]
 
 
@@ -28,10 +29,8 @@ def test_plans_are_within_two_percent_of_published_readings_of_bert_large(readin
     assert planned(reading).total / MIB == pytest.approx(reading.mib, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "adapters", [pytest.param(None, marks=pytest.mark.slow), Adapters(8)], ids=["whole", "adapters"]
-)
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize("adapters", [pytest.param(None, marks=slow), Adapters(8)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=slow), "llama"])
 def test_compiled_layers_keep_what_torch_compile_keeps(name, adapters):
     config = copy.deepcopy(SMALL[name])
     config.use_cache = False
@@ -66,14 +65,12 @@ def deeper(config, layers: int, **more):
 
 _HEADS = {"num_key_value_heads": 2, "head_dim": 32}
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2}
-_LATENT |= {"moe_intermediate_size": 32, "topk_group": 1}
+_LATENT |= {"moe_intermediate_size": 32, "topk_group": 1, "num_key_value_heads": 4}
 DEEP = {
     **{name: deeper(config, 7) for name, config in SMALL.items()},
     "two kinds in turn": transformers.Gemma2Config(**{**SHAPE, **_HEADS, "num_hidden_layers": 9}),
     "six kinds in turn": transformers.Gemma3TextConfig(**{**SHAPE, **_HEADS, "num_hidden_layers": 27}),
-    "three other layers first": transformers.DeepseekV3Config(
-        **{**SHAPE, **_LATENT, "num_hidden_layers": 9}, num_key_value_heads=4
-    ),
+    "three other layers first": transformers.DeepseekV3Config(**{**SHAPE, **_LATENT, "num_hidden_layers": 9}),
 }
 CASES = {
     "fp32": {},
@@ -86,8 +83,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case",
-    [case if case in ("autocast", "checkpointing") else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    "case", [pytest.param(c, marks=() if c in ("autocast", "checkpointing") else slow) for c in CASES]
 )
 @pytest.mark.parametrize("name", DEEP)
 def test_small_traces_give_every_depth_and_batch(name, case):
@@ -96,8 +92,8 @@ def test_small_traces_give_every_depth_and_batch(name, case):
     whole = trace(DEEP[name], Case(9, 64, **CASES[case]))
     found = at_batch(two, three, 7)
     assert found.made_forward == whole.made_forward
-    more = 3 if name == "six kinds in turn" else 0  # tables of the rarer attention are freed some layers later
-    assert (found.allocations != whole.allocations).any(1).sum() <= more
+    later = 3 * (name == "six kinds in turn")  # tables of the rarer attention are freed some layers later
+    assert (found.allocations != whole.allocations).any(1).sum() <= later
     assert (found.moments >= whole.moments).all()
 
 
@@ -121,7 +117,6 @@ FAMILIES = {
     "llama": LlamaConfig(**_GROUPED),
     "deepseek_v3": transformers.DeepseekV3Config(
         **{**_SHAPE, **_LATENT, **_VALUES},
-        num_key_value_heads=4,
         v_head_dim=24,  # as large as the queries' heads: for others a CPU has no fused kernel
     ),
     "gemma3": transformers.Gemma3Config(
@@ -179,7 +174,7 @@ def test_short_sequences_stand_for_a_long_one_in_a_model_that_loops_over_it(name
     assert peak(at_length(three, length / unit)) == pytest.approx(peak(real), rel=0.02)
 
 
-def test_a_plan_of_a_model_that_loops_says_so_and_is_made_in_seconds():
+def test_a_plan_of_a_looping_model_notes_that_kernels_lower_the_peak():
     entry = alone("--max_length", "4096", config=FAMILIES["mamba"], gpu_memory=80)
     assert "a package of kernels makes the peak lower" in " ".join(entry.notes)
 

@@ -62,11 +62,12 @@ def test_wrong_input_is_an_error_with_its_fix(subject, fix, argv, config, tmp_pa
 
 def test_all_problems_are_reported_at_once_errors_first(tmp_path, monkeypatch):
     argv = "--learning_rat 1e-4 --warmup_ratio 0.1 --weight_decay -1 --optim adam --lora_r 8 --config run.yaml"
-    files = {"run.yaml": "wieght_decay: 0.1\nmax_steps: many\n"}
+    files = {"run.yaml": "wieght_decay: 0.1\nmax_steps: many\nmodel_name_or_path: gpt2\ndataset_name: [2]\n"}
     run = Run(argv, yaml=deepspeed("zero_stge: 3"), files=files).resolve(tmp_path, monkeypatch)
     found = check(run)
     about = "learning_rat warmup_ratio weight_decay optim lora_r wieght_decay max_steps zero_stge"
     assert {problem.subject for problem in found} >= {*about.split()}
+    assert sum(problem.subject == "dataset_name" for problem in found) == 1  # it is wrong, not missing too
     severities = [problem.severity for problem in found]
     assert severities == sorted(severities, reverse=True)
     with pytest.raises(UserError) as raised:

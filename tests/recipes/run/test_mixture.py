@@ -31,7 +31,7 @@ def test_a_file_of_settings_names_a_source_or_a_mixture(text, parts, config):
 WRONG = {
     "no parts": ("[]", "at least one part"),
     "a number": ("[a, 3]", "needs names, or entries with name, weight"),
-    "a misspelt field": ("[{name: a, wight: 2}]", "entries with name, weight, split, config, columns, got"),
+    "a misspelt field": ("[{name: a, wight: 2}]", "entries with name, weight, split, config, columns, got 'wight'"),
     "no name": ("[{weight: 2}]", "needs names, or entries with name"),
     "a weight of nothing": ("[{name: a, weight: 0}]", "needs a weight above 0, got 0 for a"),
     "a weight for one alone": ("[{name: a, weight: 2}, b]", "weights for all parts or for none"),

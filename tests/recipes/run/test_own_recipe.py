@@ -121,8 +121,8 @@ _HEAD = "base: fast\npurpose: x\n"
 _BUT = "from recipes.catalog import fast\ndef mine():\n    return fast().but("
 MISTAKES = {
     "a misspelt setting": ("mine.yaml", _HEAD + "changes: {lerning_rate: [1, a reason]}", "Fix: learning_rate"),
-    "no reason": ("mine.yaml", _HEAD + "changes: {seed: 3}", 'Fix: [3, "the reason"]'),
-    "a list, no pair": ("mine.yaml", _HEAD + "changes: {lora_target_modules: [q_proj, v_proj]}", "has no reason"),
+    "no reason": ("mine.yaml", _HEAD + "changes: {seed: 3}", 'Fix: write [3, "the reason"]'),
+    "a list, no pair": ("mine.yaml", _HEAD + "changes: {lora_target_modules: [q_proj, v_proj]}", "and its reason"),
     "another type": ("mine.yaml", _HEAD + "changes: {max_steps: [many, x]}", "Fix: max_steps with a whole number"),
     "a recipe in it": ("mine.yaml", _HEAD + "changes: {recipe: [fast, x]}", "recipe: cannot be changed by a recipe"),
     "changes as text": ("mine.yaml", _HEAD + "changes: none", "changes: is not a mapping"),
@@ -139,7 +139,7 @@ MISTAKES = {
     "an end": ("mine.py:mine", "raise SystemExit(3)\n", "raises SystemExit"),
     "no recipe returned": ("mine.py:mine", "def mine():\n    return 3\n", "no function 'mine' that returns a Recipe"),
     "no function named": ("mine.py:", "def mine(): ...\n", "Fix: use mine.py:NAME"),
-    "a bare value": ("mine.py:mine", _BUT + "'a', 'b', seed=3)\n", 'Fix: [3, "the reason"]'),
+    "a bare value": ("mine.py:mine", _BUT + "'a', 'b', seed=3)\n", 'Fix: write [3, "the reason"]'),
     "a name with a blank": ("mine.py:mine", _BUT + "'a b', 'b')\n", "'a b' cannot name a recipe"),
     "a batch that depends on the run": (
         "mine.py:mine",
@@ -168,7 +168,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(files):
     ("decision", "expected"),
     [
         ('run["sed"], "c"', "KeyError: 'sed' (mine.py). Fix: correct the file"),
-        ("3", "seed: has no reason (mine.py)"),
+        ("3", "seed: needs a value and its reason (mine.py)"),
         ('"x", "a reason"', "seed: needs a whole number"),
     ],
 )

@@ -94,7 +94,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_engine_that_trains(name, folder):
+def test_recipe_launch_flags_and_hardware_decide_the_engine(name, folder):
     argv, hardware, place, title = ENGINES[name]
     assert resolved(argv, 2, hardware=hardware, **place).engine_title.startswith(title)
 

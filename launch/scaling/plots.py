@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,11 +34,6 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PART_COLOURS = dict(zip(PARTS, (YELLOW, SKY, BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY), strict=True))
 _IDEAL: Any = {"linestyle": "--", "color": GREY, "linewidth": 1, "zorder": 1, "label": "ideal"}
 _WIDE = 8  # above this ratio of world sizes, the axis is logarithmic, because small sizes would overlap
-
-
-def installed() -> bool:
-    """True if matplotlib is installed. The extra `plot` installs matplotlib."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 class Line(NamedTuple):

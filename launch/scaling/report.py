@@ -22,6 +22,7 @@ from launch.scaling import plots
 from launch.scaling.plots import Picture
 from launch.scaling.run import TIMINGS
 from recipes.errors import mistake
+from recipes.rules.facts import installed
 from recipes.scaling import sentences, timings
 from recipes.scaling.advice import Advice, Applied, advise, applied
 from recipes.scaling.analyse import Series, Size, Spread, analyse, hardware_of
@@ -60,7 +61,7 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     command = shlex.join(["recipes", "scale", "report", *options.files, "--output", str(options.output)])
     found = find(timings.read(options.files), command, options.files)
     written = report(found, options.output, options.format)
-    if not plots.installed():
+    if not installed("matplotlib"):
         print(_NO_PICTURES, file=sys.stderr)
     print(text(found))
     print("\nwritten:", *written, sep="\n  ")
@@ -74,8 +75,8 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
     written.
     """
     drawn: dict[str, Picture] = {}
-    note = "" if plots.installed() else _NO_PICTURES
-    for name, stem in file_stems(found.names).items() if plots.installed() else ():
+    note = "" if installed("matplotlib") else _NO_PICTURES
+    for name, stem in file_stems(found.names).items() if installed("matplotlib") else ():
         of_name = [series for series in found.series if series.name == name]
         drawn |= {f"{stem}_{picture.kind}": picture for picture in plots.pictures(name, of_name, formats)}
     texts = {

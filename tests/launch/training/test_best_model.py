@@ -65,7 +65,7 @@ def test_a_resumed_run_still_knows_the_best_also_in_a_folder_that_a_cloud_mounts
 def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, texts, tmp_path):
     flags = f"--eval_strategy steps --eval_steps 1 --save_steps 2 --max_steps 2 {SPLIT} --learning_rate 1e-3".split()
     outcome = train_here(tiny_model, texts, tmp_path, *flags, *FIRST_IS_BEST)
-    assert "2 saves fewer models than are evaluated" in outcome.output
+    assert "is 2: fewer models are saved than evaluated" in outcome.output
     assert "of step 2: the checkpoint of the best step (1) was not found" in outcome.output
     assert outcome.record["eval_loss"] == evaluated(outcome)[2][0]
     assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))

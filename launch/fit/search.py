@@ -117,8 +117,8 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
     best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
     if best is None:
         what = f"not even a micro-batch of 1 fits in {memory_size(limit)}: {probes[-1]['words']}"
-        raised = "raise it, " if run["memory_limit"] else ""
-        raise mistake("memory_limit" if raised else "fit", what, f"{raised}set --gradient_checkpointing, {OTHER_WAYS}")
+        subject, first = ("memory_limit", "raise it, ") if run["memory_limit"] else ("fit", "")
+        raise mistake(subject, what, f"{first}set --gradient_checkpointing, {OTHER_WAYS}")
     return {
         **best,
         "limit_bytes": limit,

@@ -33,7 +33,7 @@ def limit(limit_bytes: int, cuda: bool) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         now = psutil.Process().memory_info()
         if now.rss > limit_bytes:
-            raise MemoryError(f"Python and its libraries alone take {now.rss / 2**20:,.1f} MiB")
+            raise MemoryError(f"the process takes {now.rss / 2**20:,.1f} MiB before it loads the model")
         soft = now.data + limit_bytes - now.rss
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 

@@ -322,9 +322,9 @@ def own_files(job: Job) -> list[Path]:
             files.append(path)
         elif is_rows or text.startswith((".", "/", "~")) or existing_path(text):
             kind, fix = "not a file in the current folder", f"copy the file here and give --{name} {path.name}"
-            fix += ", or use " + ("--data with an asset or uri" if is_data else "a name on the Hub")
             if os.path.isdir(text):  # noqa: PTH112, of any text
                 kind, fix = "a folder", f"upload the folder with `hf upload`, and give --{name} its name on the Hub"
+            fix += ", or use --data with an asset or uri" * is_data
             problems.append(Problem(name, f"{text} is {kind}, and a job uploads only files of the current folder", fix))
     raise_errors(problems)
     return files

@@ -60,20 +60,15 @@ class Estimator:
         self.config = _with_padding(config)
         self._weights: dict[tuple[str, Adapters | None], Weights] = {}
         self._traced: dict[Case, Traced] = {}
-        self._deep: dict[Case, tuple] = {}  # for `trace_any`
+        self._deep: dict[Case, tuple] = {}  # how `trace_shallow` found the trace of a case, at any batch
 
     def memory(self, run: RunSpec, micro: int) -> Memory:
         """Return the memory of the run at this micro-batch and the run's global batch.
 
         Raises `UserError` if the model cannot be built or traced, or if peft refuses the adapters.
         """
-        return Memory(
-            run,
-            self.weights(run),
-            self._of_case(run, self.case(run, micro)),
-            share(run) // micro,
-            self._evaluation(run),
-        )
+        micro_batch = self._of_case(run, self.case(run, micro))
+        return Memory(run, self.weights(run), micro_batch, share(run) // micro, self._evaluation(run))
 
     def weights(self, run: RunSpec) -> Weights:
         """Count the model's parameters with the run's task and adapters. Raises `UserError`."""

@@ -109,7 +109,7 @@ def plan_memory(
     fastest = min(fitting, key=lambda entry: (entry.time.known, "gradient_checkpointing" in entry.flags), default=None)
     best = fastest or planned[0]
     row = next((entry for entry in planned if entry.name == "standard"), planned[0])
-    run, weights = best.run, planner.estimator.weights(best.run)
+    weights, run = planner.estimator.weights(best.run), best.run
     return Plan(
         model=name or config.model_type,
         shape=description(name) if is_size(name) or (not config.name_or_path and name in SHAPES) else "",
@@ -239,7 +239,8 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
         raise mistake("gpu", what, "give either gpu (--gpu NAME) or gpu_memory (--gpu_memory GB)")
     if gpu_memory is not None:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))
-    known = known_gpus.find(gpu or "")
+    assert gpu
+    known = known_gpus.find(gpu)
     return Gpu(known.name, known.capability, known.torch_bytes)
 
 

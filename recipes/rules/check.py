@@ -23,7 +23,8 @@ RULES: list[Rule] = [
 def check(run: RunSpec) -> list[Problem]:
     """Return every problem of the run, errors first. A setting with an error gets no advice."""
     found = list(run.problems)
-    refused = {problem.subject for problem in found}  # these settings have a default here, and rules judge it in vain
+    # A setting whose value was refused has its default here: no rule judges that.
+    refused = {problem.subject.removeprefix("--") for problem in found if problem.severity == "error"} - {*run.given}
     try:
         found += [problem for _, problem in problems_by_rule(run) if problem.subject not in refused]
     except UserError as error:  # a function in the user's own recipe raised an error

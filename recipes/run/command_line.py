@@ -107,7 +107,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
         used = legal.ALIASES.get(name, name)
         if used != name and used in values:
             problems.append(
-                Problem(name, f"is the new name of {used}, and both are given", "write only one of the two", source)
+                Problem(name, f"is the new name of {used}, and both are given", "write one of them", source)
             )
         try:
             value = coerce(value, known)

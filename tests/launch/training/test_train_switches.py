@@ -85,5 +85,5 @@ def test_early_stopping_stops_and_tensorboard_gets_the_losses(tiny_model, texts,
     # A learning rate of zero never improves the loss.
     more = [*flags.split(), "--learning_rate", "0", "--report_to", "tensorboard"]
     outcome = train_here(tiny_model, texts, tmp_path / "out", *HELD_OUT, *more)
-    assert outcome.record["global_step"] == 3 and "3 of 9, because the metric no longer" in outcome.output
+    assert outcome.record["global_step"] == 3 and "3 of 9, stopped early" in outcome.output
     assert list((tmp_path / "events").rglob("events.out.tfevents.*"))

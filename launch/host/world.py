@@ -301,6 +301,8 @@ def process_group(run: RunSpec, world: World) -> Iterator[TrainingArguments]:
     args = _join(run)
     use_threads(run, world)
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
+    if args.tf32:  # torch.compile's autotuning reads the older of two names, which TrainingArguments do not set
+        torch.set_float32_matmul_precision("high")
     try:
         sizes = sorted(set(world.gather(run.batch.micro)))
         if len(sizes) > 1:  # the ranks would wait for each other

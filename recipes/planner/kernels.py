@@ -332,16 +332,18 @@ class _Loss(torch.autograd.Function):
         of_weight = torch.empty_like(weight) if weight.requires_grad else None
         of_bias = torch.empty_like(bias) if bias is not None else None
         losses = torch.empty(tokens, dtype=torch.float32)
-        logits = rows[:chunk] @ weight.t()
-        product = logits @ weight
-        del product
-        if of_weight is not None and capability < (8, 0):
-            product = logits.t() @ rows[:chunk]
-            in_fp32 = product.float()
-            del product, in_fp32
-        elif of_weight is not None and rows.dtype != logits.dtype:
-            cast = rows[:chunk].to(logits.dtype)
-            del cast
+        for _ in range(1 + (chunk < tokens)):  # the second time, autocast keeps a copy of the head
+            logits = rows[:chunk] @ weight.t()
+            product = logits @ weight
+            del product
+            if of_weight is not None and capability < (8, 0):
+                product = logits.t() @ rows[:chunk]
+                in_fp32 = product.float()
+                del product, in_fp32
+            elif of_weight is not None and rows.dtype != logits.dtype:
+                cast = rows[:chunk].to(logits.dtype)
+                del cast
+            del logits
         ctx.save_for_backward(*(one for one in (of_rows, of_weight, of_bias) if one is not None))
         ctx.has = of_weight is not None, of_bias is not None
         return losses.sum()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from launch.host import memory
 from launch.host.processes import free_port
@@ -44,7 +45,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One training. `flags` are more flags of train.py."""
+    """One training. `flags` are more flags of train.py. Only rows that are `padded` get a mask."""
 
     family: str
     size: str
@@ -53,6 +54,7 @@ class Case:
     length: int
     accumulation: int = 1
     flags: dict[str, Any] = field(default_factory=dict)
+    padded: bool = False
 
     @property
     def task(self) -> str:
@@ -60,7 +62,7 @@ class Case:
 
     def __str__(self) -> str:
         flags = [name if value is True else f"{name} {value}" for name, value in self.flags.items()]
-        batch = f"{self.micro}x{self.accumulation} of {self.length}"
+        batch = f"{self.micro}x{self.accumulation} of {self.length}{' padded' * self.padded}"
         return ", ".join([f"{self.family} {self.size}", self.recipe, batch, *flags])
 
 
@@ -69,6 +71,8 @@ EIGHT_BIT = {"optim": "adamw_bnb_8bit"}
 LORA = {"use_peft": True, "dtype": "float32"}
 COMPILED = {"torch_compile": True, "use_regional_compilation": True, "attn_implementation": "sdpa"}
 CASES = [
+    Case("llama", "1.2B", "standard", 4, 2048, padded=True),
+    Case("qwen2", "0.5B", "standard", 4, 2048, padded=True),
     Case("llama", "1.2B", "fast", 4, 2048, accumulation=2, flags=COMPILED),
     Case("llama", "1.2B", "fast", 4, 2048, flags={**COMPILED, **LORA}),
     Case("gpt2", "0.1B", "standard", 8, 1024),
@@ -102,9 +106,9 @@ FRAGMENTED = {"expandable_segments": False}
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """All of them, and again without expandable segments; for a rehearsal the first 23, tiny."""
+    """All of them, and again without expandable segments; for a rehearsal the first 25, tiny."""
     if rehearse:
-        return [replace(case, size="tiny", length=64) for case in CASES[:23]]
+        return [replace(case, size="tiny", length=64) for case in CASES[:25]]
     return [*CASES, *(replace(case, flags={**case.flags, **FRAGMENTED}) for case in CASES)]
 
 
@@ -148,6 +152,7 @@ def predicted(case: Case, card: str | None = None) -> Figures:
     """
     from recipes import plan_memory
     from recipes.planner.allocator import workspace_bytes
+    from recipes.planner.fits import Estimator
 
     workspaces = 0 if card else 2 * workspace_bytes((9, 0))
     # The memory of a rank of DDP is the same in any world of more than one.
@@ -155,7 +160,8 @@ def predicted(case: Case, card: str | None = None) -> Figures:
     flags = {**flags_of(case, card), "global_batch_size": case.micro * case.accumulation * world}
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value).lower())]
     config = config_of(case, card)
-    (plan,) = plan_memory(config, recipe=case.recipe, num_processes=world, argv=argv, gpu=card or "H100").recipes
+    with patch.object(Estimator, "case", lambda *run, of=Estimator.case: replace(of(*run), mask=case.padded)):
+        (plan,) = plan_memory(config, recipe=case.recipe, num_processes=world, argv=argv, gpu=card or "H100").recipes
     parts = plan.components
     allocated = plan.total_bytes - parts.context - parts.cached - workspaces
     planned = {"planned": allocated, "planned process": plan.total_bytes, "planned context": parts.context}
@@ -194,10 +200,8 @@ def measured(case: Case) -> dict[str, int]:
         with cpu_allocations() as counted:
             train(case)
         return counted
-    trainer = train(case)
-    found = peaks()
-    del trainer
-    return found
+    train(case)
+    return peaks()
 
 
 def peaks() -> dict[str, int]:
@@ -222,7 +226,7 @@ def process_bytes() -> int:
     return sum(one.usedGpuMemory or 0 for one in running if one.pid == os.getpid())
 
 
-def train(case: Case):
+def train(case: Case) -> None:
     """Two optimizer steps of RecipeTrainer, set up as train.py would."""
     import torch
     import transformers
@@ -261,7 +265,6 @@ def train(case: Case):
         data = rows(case, run["packing"])
         trainer = RecipeTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, run=run)
         trainer.train()
-    return trainer
 
 
 def rows(case: Case, packed: bool) -> list[dict[str, Any]]:
@@ -270,7 +273,7 @@ def rows(case: Case, packed: bool) -> list[dict[str, Any]]:
 
     count = case.micro * case.accumulation * STEPS
     tokens = torch.randint(0, config_of(case).vocab_size, (count, case.length), generator=torch.Generator())
-    mask = {} if packed else {"attention_mask": torch.ones(case.length, dtype=torch.long)}
+    mask = {} if packed else {"attention_mask": (torch.arange(case.length) < case.length - case.padded).long()}
     labels = torch.arange(count) % 2 if case.task == "sequence_classification" else tokens
     return [{"input_ids": row, "labels": label, **mask} for row, label in zip(tokens, labels, strict=True)]
 

@@ -16,6 +16,8 @@ from tests.support.wide import LENGTH, texts_of, wide_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+TUNED = "fast --torch_compile_mode max-autotune-no-cudagraphs"
+
 
 def test_the_driver_and_torch_see_the_same_gpus():
     found = hardware.read().gpus
@@ -32,7 +34,7 @@ def test_the_doctor_finds_the_gpus_well(capsys):
 
 
 @pytest.mark.parametrize(
-    "flags", ["baseline", "standard", "fast", "sharded", "standard --optim adamw_bnb_8bit", "fast --use_peft"]
+    "flags", ["baseline", "standard", "fast", "sharded", "standard --optim adamw_bnb_8bit", "fast --use_peft", TUNED]
 )
 def test_a_recipe_trains_on_the_gpu(flags, tiny_model, texts, tmp_path):
     words = ["--recipe", *flags.split(), "--max_steps", "6", "--learning_rate", "1e-3"]

@@ -49,8 +49,8 @@ PLANNED = (
 @pytest.mark.parametrize("name", PLANNED)
 def test_two_real_steps_take_as_much_memory_as_planned(name, tmp_path):
     (planned,) = (case.plan("") for case in all_cases(rehearse=True) if case.plan and case.name == name)
-    # A thread of gloo, but none of NCCL, may still hold DDP's first bucket: up to 8 %.
-    assert -0.12 < memory.compared(planned, figures_of(name, tmp_path))["difference"] < 0.08
+    # gloo, as NCCL, may still hold DDP's first bucket: up to 15 %.
+    assert -0.16 < memory.compared(planned, figures_of(name, tmp_path))["difference"] < 0.01
 
 
 @pytest.mark.slow
@@ -59,9 +59,10 @@ def test_plans_for_an_h200_are_close_to_what_it_showed(monkeypatch):
     (file,) = (ROOT / "tests/gpu/results").glob("*H200.json")
     rows = json.loads(file.read_text())["rows"]
     cases = [case for case in all_cases(rehearse=False) if case.plan and "figures" in rows.get(case.name, {})]
-    off = {case.name: memory.compared(case.plan("H200"), rows[case.name]["figures"])["of process"] for case in cases}
+    off = {case.name: memory.compared(case.plan("H200"), rows[case.name]["figures"]) for case in cases}
     assert len(off) > 40
-    assert not [name for name, by in off.items() if not -0.03 < by < 0.1 and "moe" not in name]
+    wrong = [name for name, by in off.items() if abs(by["difference"]) > 0.01 or abs(by["of process"]) > 0.05]
+    assert all("moe" in name for name in wrong), wrong
 
 
 @pytest.mark.parametrize(
@@ -79,12 +80,6 @@ def test_what_has_figures_is_not_run_again_and_what_the_budget_does_not_hold_is_
 def test_a_case_over_its_deadline_or_that_fails_says_so(tmp_path):
     assert measured("tiny loop", tmp_path, rehearse=True, deadline=0.01)["status"] == "failed: over its deadline"
     assert measured("no such case", tmp_path, rehearse=True, deadline=900)["status"].startswith("failed: ")
-
-
-@pytest.mark.parametrize("rehearse", [False, True])
-def test_the_cases_have_names_of_their_own(rehearse):
-    names = [case.name for case in all_cases(rehearse)]
-    assert len({*names}) == len(names)
 
 
 def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):

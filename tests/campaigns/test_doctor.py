@@ -203,7 +203,7 @@ def tiers(faults: dict) -> list:
 
 
 def assert_named_and_mended(folder, made, title, says, fix, mend, words="--num_processes 2") -> None:
-    code, checks, text = doctor(folder / "ill", made, words, patience=18)
+    code, checks, text = doctor(folder / "ill", made, words, patience=27)
     assert code == 1 and checks, text
     check = named(checks, title, says, fix)
     if mend == FROM_FIX:

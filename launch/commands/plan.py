@@ -36,8 +36,8 @@ host: RAM of a node: the model during loading; later the offloaded states, and c
 step: seconds of an optimizer step: compute + exposed communication + offload
 not counted: memory of data loading; savings by torch.compile of a whole model
 how sure: of 21 published values of reserved memory one lies 3.5% above the plan, the others at most
-1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. Of 28 plans for an H200, 25 were
-within 1.6% of what the card showed, two within 5%, and one of a mixture of experts 8% below (python -m tests.gpu)
+1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. Of 28 plans for an H200, made
+after its readings, 25 were within 1.6%, two within 5%, and a mixture of experts 8% below (python -m tests.gpu)
 """
 
 

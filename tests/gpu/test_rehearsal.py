@@ -49,8 +49,9 @@ PLANNED = (
 @pytest.mark.parametrize("name", PLANNED)
 def test_two_real_steps_take_as_much_memory_as_planned(name, tmp_path):
     (planned,) = (case.plan("") for case in all_cases(rehearse=True) if case.plan and case.name == name)
-    # gloo, as NCCL, may still hold DDP's first bucket: up to 15 %.
-    assert -0.16 < memory.compared(planned, figures_of(name, tmp_path))["difference"] < 0.01
+    # gloo may still hold DDP's first bucket: 8 %. BERT, which has dropout, is 15 % low on a CPU.
+    off = memory.compared(planned, figures_of(name, tmp_path))["difference"]
+    assert (-0.16 if "bert" in name else -0.12) < off < 0.01
 
 
 @pytest.mark.slow

@@ -60,8 +60,7 @@ def test_dora_trains_under_zero(recipe, more, tiny_model, texts, tmp_path):
 @pytest.mark.parametrize("adapts", [False, True])
 def test_layers_that_are_compiled_once_train_save_and_resume_as_uncompiled_ones(adapts, tiny_model, texts, tmp_path):
     torch.compiler.reset()  # another test of this process may have compiled the same layers
-    counters = torch._dynamo.utils.counters
-    counters.clear()
+    (counters := torch._dynamo.utils.counters).clear()
     flags = ["--recipe", "fast", *STEPS[2:], "--lr_scheduler_type", "constant", *["--use_peft"] * adapts, "--max_steps"]
     plain = train_here(tiny_model, texts, tmp_path / "plain", *flags, "4")
     for steps in ("2", "4"):

@@ -50,7 +50,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-KillWait=30
+MessageTimeout=60  # above KillWait: the signal that ends a step, sent again, would end the next start of its job
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={first} CPUs={cpus} Gres=gpu:a100:2 State=UNKNOWN
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={second} CPUs={cpus} Gres=gpu:a100:2 State=UNKNOWN
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE OverSubscribe=NO

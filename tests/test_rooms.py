@@ -43,7 +43,7 @@ BUDGETS = {
     "recipes/legal": 480,
     "recipes/run": 1910,
     "recipes/rules": 2260,
-    "recipes/planner": 3070,
+    "recipes/planner": 3050,
     "recipes/scaling": 1160,
     "launch": 530,
     "launch/commands": 1260,

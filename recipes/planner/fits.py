@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake, one_line
@@ -54,13 +56,12 @@ def estimator_of(config: PreTrainedConfig) -> Estimator:
 
 
 class Estimator:
-    """The memory of one model at any micro-batch, mostly from traces of 2 and 3 sequences."""
+    """The memory of one model at any micro-batch, mostly from one trace."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = _with_padding(config)
         self._weights: dict[tuple[str, Adapters | None], Weights] = {}
         self._traced: dict[Case, Traced] = {}
-        self._deep: dict[Case, tuple] = {}  # how `trace_shallow` found the trace of a case, at any batch
 
     def memory(self, run: RunSpec, micro: int) -> Memory:
         """Return the memory of the run at this micro-batch and the run's global batch.
@@ -120,27 +121,18 @@ class Estimator:
             raise mistake("model", what, "use recipes fit, which measures the memory in real steps") from None
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
-        """Extrapolate from two small batches. A batch of 1 is traced itself, because it makes views
-        where larger ones copy. Liger computes the loss in chunks of 2^n tokens: as many in a batch
-        of 4 as in one of 8, and as many in 6 as in 12.
+        """Extrapolate from copies of the smallest batch, as many as have no factor in common with a
+        size of the model (`at_batch`). Liger computes the loss in chunks of 2^n tokens: as many in
+        a batch of 4 as in one of 8, and as many in 6 as in 12.
         """
-        from recipes.planner.trace import at_batch
-
-        odd = case.batch // (case.batch & -case.batch)
-        small = (2, 3) if not case.liger else (2, 4) if odd == 1 else (odd, 2 * odd)
-        if case.batch > 1 and case.batch not in small:
-            with contextlib.suppress(ValueError):
-                one, other = (self._trace(run, replace(case, batch=batch)) for batch in small)
-                return at_batch(one, other, (case.batch - small[0]) / (small[1] - small[0]))
-        return self._trace(run, case)
-
-    def _trace(self, run: RunSpec, case: Case) -> Traced:
         from recipes.planner.trace import as_traced, trace_any
 
-        case = as_traced(self.config, case)
-        if case not in self._traced:
-            self._traced[case] = trace_any(self.config, self.weights(run), case, self._deep)
-        return self._traced[case]
+        weights = self.weights(run)
+        smallest = case.batch // (case.batch & -case.batch) if case.liger else 1
+        sizes = {30, case.length, *(size for size, _ in weights.sizes)}  # `short_lengths` divide by 2, 3 and 5
+        copies = next(many for many in count(11) if all(math.gcd(many, size) == 1 for size in sizes))
+        small = as_traced(self.config, replace(case, batch=smallest, copies=copies))
+        return trace_any(self.config, weights, small, case.batch // smallest, self._traced)
 
     def case(self, run: RunSpec, micro: int) -> Case:
         """Describe the micro-batch that the run's collator makes.

@@ -267,13 +267,16 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 # --- Liger's kernels ------------------------------------------------------------------------------
 
 
-def fuse_loss(model: Any, capability: tuple[int, int]) -> None:
-    """Replace head and loss as liger-kernel 0.8.5 does, so that the full logits never exist."""
+def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
+    """Replace head and loss as liger-kernel 0.8.5 does, so that the full logits never exist.
+
+    The chunks are those of one of `copies` equal batches, and as many times as large.
+    """
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
     head.forward = lambda hidden: hidden
     model.loss_function = lambda logits, *_, **__: _Loss.apply(
-        logits.reshape(-1, logits.shape[-1]), weight, bias, capability
+        logits.reshape(-1, logits.shape[-1]), weight, bias, capability, copies
     )
 
 
@@ -325,9 +328,10 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, capability):
+    def forward(ctx, rows, weight, bias, capability, copies):
         (tokens, width), words = rows.shape, weight.shape[0]
-        chunk = min(tokens, 1 << (-(-tokens // -(-words // width)) - 1).bit_length())  # a power of 2
+        of_one = -(-tokens // copies // -(-words // width))
+        chunk = min(tokens, copies << (of_one - 1).bit_length())  # a power of 2 of each copy
         of_rows = torch.empty_like(rows)
         of_weight = torch.empty_like(weight) if weight.requires_grad else None
         of_bias = torch.empty_like(bias) if bias is not None else None
@@ -352,7 +356,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx, *gradients):
         of_rows, *others = ctx.saved_tensors
         has_weight, has_bias = ctx.has
-        return of_rows, others.pop(0) if has_weight else None, others.pop(0) if has_bias else None, None
+        return of_rows, others.pop(0) if has_weight else None, others.pop(0) if has_bias else None, None, None
 
 
 # --- Weights in 4 bits, as bitsandbytes and peft store them ---------------------------------------

@@ -90,6 +90,7 @@ class Case:
     liger: bool = False  # Liger computes the loss, without the full logits in memory
     liger_layers: bool = False  # and norms, gated MLPs and rotary embeddings of the layers
     compiled: bool = False  # equal layers are compiled (accelerate's regional compilation)
+    copies: int = 1  # of the batch, which are traced as one batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -222,7 +222,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     model.tie_weights()
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as launch/training/model.py
     if case.liger:
-        fuse_loss(model, case.capability)
+        fuse_loss(model, case.capability, case.copies)
     if case.liger_layers:
         fuse_layers(model)
     if case.adapters:
@@ -266,9 +266,9 @@ def _with_adapters(model: torch.nn.Module, adapters: Adapters) -> torch.nn.Modul
 
 
 def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(case.batch, case.length, dtype=torch.long)
-    classifies = case.task == "sequence_classification"
-    inputs = {"input_ids": ids, "labels": torch.zeros(case.batch, dtype=torch.long) if classifies else ids.clone()}
+    ids = torch.zeros(case.batch * case.copies, case.length, dtype=torch.long)
+    labels = ids[:, 0] if case.task == "sequence_classification" else ids
+    inputs = {"input_ids": ids, "labels": labels.clone()}
     if case.mask:
         inputs["attention_mask"] = torch.ones_like(ids)
     return inputs
@@ -300,34 +300,33 @@ def as_traced(config: PreTrainedConfig, case: Case) -> Case:
     """Leave out what this model ignores, so that cases which differ only there share a trace."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # also PACKAGED
     attention = case.attention if by_name or case.attention != PACKAGED else None
-    return replace(case, attention=attention, compiled=case.compiled and _loop_unit(config, case) is None)
+    return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
 
 
-def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, known: dict[Case, tuple]) -> Traced:
-    """Trace a model of any depth and length. Extrapolate from shallow models if layers repeat, and
-    from three short sequences if the model loops over tokens, because a long loop takes minutes.
-    `known` are the traces of deep models so far, see `trace_shallow`.
+def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: float, known: dict) -> Traced:
+    """Return the trace of `times` the batch of a case, for a model of any depth and length.
+
+    Extrapolate from shallow models if layers repeat, and from three short lengths if the model
+    loops over tokens, because a long loop takes minutes. Batches of short sequences have as many
+    tokens as the long ones. `known` has the trace of each case so far.
     """
-    unit = _loop_unit(config, case)
-    if unit is None:
-        return trace_shallow(config, weights, case, known) or trace(config, case)
-    three = [trace_any(config, weights, replace(case, length=times * unit), known) for times in (1, 2, 3)]
-    return at_length(three, case.length / unit)
+    if lengths := short_lengths(config, case):
+        shorter = [replace(case, length=length) for length in lengths]
+        as_many = [trace_any(config, weights, one, times * case.length / one.length, known) for one in shorter]
+        return _at_length(as_many, lengths, case.length)
+    if case not in known:
+        known[case] = trace_shallow(config, weights, case) or trace(config, case)
+    return at_batch(known[case], case.copies, times)
 
 
-def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case, known: dict[Case, tuple]) -> Traced | None:
+def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
     """Extrapolate the trace of a deep model from shallow models, None if its layers do not repeat.
-
-    If `known` has the trace of the same case at another batch, one shallow model gives the sizes.
 
     Without checkpointing, the last layer's backward differs from the other layers'. In 16 bits
     without autocast, the last layer's result is freed sooner. With adapters, the first layer is
     compiled on its own. For each of these three reasons the shallow models get one more piece of
     layers, so that no moment of the deep model is underestimated.
     """
-    if case.batch > 1 and (found := known.get(replace(case, batch=0))):
-        with contextlib.suppress(ValueError):
-            return _of_batch(config, case, *found)
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
         return None
@@ -349,34 +348,24 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case, known:
             traces[layers] = trace(with_layers(config, layers), case)
         for share in (0.5, 0):  # the piece may begin at several allocations, but lifetimes may fit only at one
             with contextlib.suppress(ValueError):
-                deep, rows = _of_depth(traces[shallow], traces[deeper], times, share)
-                known.setdefault(replace(case, batch=0), (deep, rows, shallow, traces[shallow]))
-                return deep
+                return _of_depth(traces[shallow], traces[deeper], times, share)
     return None
 
 
-def _of_batch(
-    config: PreTrainedConfig, case: Case, deep: Traced, rows: np.ndarray, layers: range, shallow: Traced
-) -> Traced:
-    """Return the trace of a deep model from a new trace of these `layers` of it. `deep` and
-    `shallow` are their traces at another batch. Raises `ValueError` if operations differ.
-    """
-    now = at_batch(shallow, trace(with_layers(config, layers), case), 1)
-    return replace(deep, allocations=np.column_stack((now.allocations[rows, SIZE], deep.allocations[:, SIZE + 1 :])))
-
-
-def _loop_unit(config: PreTrainedConfig, case: Case) -> int | None:
-    """Return the tokens of the shortest of three traces if the model loops over tokens and the case
-    is longer than the three, else None.
+def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
+    """Return the lengths of three traces if the model loops over tokens and the case is longer than
+    these, else nothing.
 
     Layers with a state loop over single tokens, or over chunks of 64 tokens, unless the kernels of
-    another package run. This function searches the model's source for such a loop.
+    another package run. This function searches the model's source for such a loop. Below 12 tokens,
+    the state of so many sequences would set the peak of an evaluation.
     """
     classes = [_class(part, case.task) for part in (config, config.get_text_config())]
     source = "".join(inspect.getsource(sys.modules[one.__module__]) for one in classes if isinstance(one, type))
     by_chunks = r"for \w+ in range\(num_(chunks|blocks)\)|in range\(\w*length // chunk_size\)"
-    unit = 8 if re.search(r"for \w+ in range\(seq_len\)", source) else 64 if re.search(by_chunks, source) else None
-    return unit if unit and case.length > 3 * unit else None
+    by_token = re.search(r"for \w+ in range\(seq_len\)", source)
+    lengths = (12, 16, 20) if by_token else (128, 192, 256) if re.search(by_chunks, source) else ()
+    return lengths if case.length > max(lengths, default=case.length) else ()
 
 
 def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
@@ -394,45 +383,42 @@ def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
 # --- A few small traces instead of every large one ------------------------------------------------
 
 
-def at_batch(one: Traced, other: Traced, share: float) -> Traced:
-    """Extrapolate linearly from traces of two batches. A `share` of 0 is the first batch, 1 the
-    second, and 2 is as far from the second as the second from the first.
+def at_batch(traced: Traced, copies: int, times: float) -> Traced:
+    """Return the trace of `times` a batch, from the trace of `copies` times that batch.
 
-    One sequence runs slightly different operations than two, but the result for one is at most
-    0.2 % off on the models in the tests. Raises `ValueError` if the traces' operations differ.
+    The number of copies has no factor in common with a size of the model, so an allocation depends
+    on the batch if its size is a multiple of this number.
     """
-    first, second = one.allocations, other.allocations
-    if len(first) != len(second) or (first[:, SIZE + 1 :] != second[:, SIZE + 1 :]).any():
-        raise ValueError(_DIFFERENT)
-    sizes = first[:, SIZE] + (second - first)[:, SIZE] * share
-    allocations = np.column_stack((np.maximum(0, np.rint(sizes)).astype(int), first[:, SIZE + 1 :]))
-    return Traced(allocations, one.made_forward, one.kernels)
+    sizes = traced.allocations[:, SIZE]
+    sizes = np.where(sizes % copies, sizes, np.rint(sizes // copies * times).astype(int))
+    return replace(traced, allocations=np.column_stack((sizes, traced.allocations[:, SIZE + 1 :])))
 
 
-def at_length(three: Sequence[Traced], length: float) -> Traced:
-    """Extrapolate from traces of 1, 2 and 3 times a length to `length` times that length.
+def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> Traced:
+    """Extrapolate from traces of three lengths to another length. All have equally many tokens.
 
-    This is for models that loop over tokens. The result has two moments: the moment with the most
-    activations, and the moment with all gradients. Between the two, gradients grow and activations
-    shrink. Sizes are polynomials of degree 2 in the length, like attention scores. Six allocations
-    replace all others: gradients, activations and logits of both moments.
+    The result has three moments: with the most activations, with the most activations and
+    gradients, and with all gradients. For a number of tokens, a size is constant (most sizes), or
+    grows with the length (attention scores), or shrinks (the state of a sequence). Nine allocations
+    replace all others: gradients, activations and logits of each moment.
     """
-    weights = [(length - 2) * (length - 3) / 2, -(length - 1) * (length - 3), (length - 1) * (length - 2) / 2]
-    found = np.zeros((2, 3))
+    kinds = np.array([(1, one, 1 / one) for one in lengths])
+    weights = np.linalg.solve(kinds.T, (1, length, 1 / length))
+    found = np.zeros((3, 3))
     for weight, moments in zip(weights, (one.moments for one in three), strict=True):
-        without_gradients, total = moments[:, :2].sum(1), moments.sum(1)
-        found[0] += weight * moments[np.lexsort((moments[:, 2], without_gradients))[-1]]
-        found[1] += weight * moments[np.lexsort((total, moments[:, 2]))[-1]]
-    (alive, logits, made), (alive_then, logits_then, made_then) = np.rint(found)
-    first = [(made, NEVER, 0, 0), (alive, 3, NEVER, 0), (logits, 3, NEVER, 1)]
-    second = [(made_then - made, NEVER, 3, 0), (alive_then, NEVER, NEVER, 0), (logits_then, NEVER, NEVER, 1)]
-    six = np.maximum(0, [*first, *second]).astype(int)
-    return Traced(six, made_forward=3, kernels=three[0].kernels | {LOOP})
+        total, gradients = moments.sum(1), moments[:, 2]
+        orders = (gradients, total - gradients), (gradients, total), (total, gradients)
+        found += weight * np.stack([moments[np.lexsort(order)[-1]] for order in orders])
+    rows, made_before = [], 0
+    for place, (alive, logits, made) in zip((0, 3, 6), np.maximum(0, np.rint(found)), strict=True):
+        freed = NEVER if place == 6 else place + 3
+        rows += [(made - made_before, NEVER, place, 0), (alive, freed, NEVER, 0), (logits, freed, NEVER, 1)]
+        made_before = made
+    return Traced(np.maximum(0, rows).astype(int), made_forward=3, kernels=three[0].kernels | {LOOP})
 
 
-def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> tuple[Traced, np.ndarray]:
-    """Extrapolate to `shallow` plus `times` times the layers that `deeper` has in addition. Return
-    the trace, and for each of its allocations the row of the allocation in `shallow`.
+def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
+    """Extrapolate to `shallow` plus `times` times the layers that `deeper` has in addition.
 
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
@@ -442,9 +428,9 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> tupl
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward
     around, more = (0, forward, backward, forward + backward), times - 1
-    found, rows = [], []
-    for added, begin, (one, made_one), (two, made_two) in zip(
-        (forward, backward), (0, shallow.made_forward), _halves(shallow), _halves(deeper), strict=True
+    found = []
+    for added, (one, made_one), (two, made_two) in zip(
+        (forward, backward), _halves(shallow), _halves(deeper), strict=True
     ):
         if not len(two):  # an evaluation has no backward
             continue
@@ -455,10 +441,7 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> tupl
         step = _step(two[first:last], after, (added, 0, -backward))
         found += [before[:first], *(before[first:] + step * place for place in range(times + 1))]
         found.append(rest + _step(one[last:], rest, around) * more)
-        pieces = np.tile(np.arange(first, last), times + 1)
-        rows.append(begin + np.concatenate((np.arange(first), pieces, np.arange(last, len(one)))))
-    deep = Traced(np.concatenate(found), deeper.made_forward + more * forward, deeper.kernels)
-    return deep, np.concatenate(rows)
+    return Traced(np.concatenate(found), deeper.made_forward + more * forward, deeper.kernels)
 
 
 def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from launch.training.trainer import RecipeTrainer
 from recipes.factories import arguments_for
-from recipes.planner import trace as tracing
 from recipes.planner.fits import Estimator
 from recipes.planner.memory import FREED, SIZE, Adapters, Case
-from recipes.planner.trace import at_batch, at_length, trace, trace_shallow, weigh
+from recipes.planner.trace import at_batch, short_lengths, trace, trace_any, trace_shallow, weigh
 from recipes.quiet import silence
 from tests.benchmarks.published import MIB, OF_TRAINER, planned
 from tests.recipes.planner.small import CPU, SHAPE, SMALL, alone, peak, real_peak, run_of
@@ -87,10 +86,9 @@ CASES = {
 )
 @pytest.mark.parametrize("name", DEEP)
 def test_small_traces_give_every_depth_and_batch(name, case):
-    weights, known = weigh(DEEP[name], "causal_lm"), {}
-    two, three = (trace_shallow(DEEP[name], weights, Case(batch, 64, **CASES[case]), known) for batch in (2, 3))
+    shallow = trace_shallow(DEEP[name], weigh(DEEP[name], "causal_lm"), Case(1, 64, copies=11, **CASES[case]))
     whole = trace(DEEP[name], Case(9, 64, **CASES[case]))
-    found = at_batch(two, three, 7)
+    found = at_batch(shallow, 11, 9)
     assert found.made_forward == whole.made_forward
     later = 3 * (name == "six kinds in turn")  # tables of the rarer attention are freed some layers later
     assert (found.allocations != whole.allocations).any(1).sum() <= later
@@ -157,21 +155,20 @@ def test_a_trace_takes_what_a_real_micro_batch_takes(name, autocast):
     assert 0.98 * real < planned < 1.2 * real  # autocast on a GPU keeps more in fp32 than on a CPU
 
 
-LOOPS = {"mamba": (8, 100), "jamba": (8, 100), "qwen3_next": (64, 384)}
+LOOPS = {"mamba": 100, "jamba": 100, "qwen3_next": 384}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_only_models_that_loop_over_a_sequence_are_traced_by_short_ones(name):
-    assert tracing._loop_unit(FAMILIES[name], Case(2, 1024)) == LOOPS.get(name, (None,))[0]
+    assert bool(short_lengths(FAMILIES[name], Case(2, 1024))) == (name in LOOPS)
 
 
-@pytest.mark.parametrize("case", [{}, {"checkpointing": True}], ids=str)
+@pytest.mark.parametrize("case", [{}, {"checkpointing": True}, {"evaluation": True}], ids=str)
 @pytest.mark.parametrize("name", LOOPS)
 def test_short_sequences_stand_for_a_long_one_in_a_model_that_loops_over_it(name, case):
-    unit, length = LOOPS[name]
-    three = [trace(FAMILIES[name], Case(2, unit * times, **case)) for times in (1, 2, 3)]
-    real = trace(FAMILIES[name], Case(2, length, **case))
-    assert peak(at_length(three, length / unit)) == pytest.approx(peak(real), rel=0.02)
+    wide = deeper(FAMILIES[name], 2, hidden_size=512, intermediate_size=1024)
+    found = trace_any(wide, weigh(wide, "causal_lm"), Case(1, LOOPS[name], copies=11, **case), 2, {})
+    assert peak(found) == pytest.approx(peak(trace(wide, Case(2, LOOPS[name], **case))), rel=0.005)
 
 
 def test_a_plan_of_a_looping_model_notes_that_kernels_lower_the_peak():

@@ -129,7 +129,7 @@ class Estimator:
 
         weights = self.weights(run)
         smallest = case.batch // (case.batch & -case.batch) if case.liger else 1
-        sizes = {30, case.length, *(size for size, _ in weights.sizes)}  # `short_lengths` divide by 2, 3 and 5
+        sizes = {30, case.length, *(size for size, _ in weights.sizes if size)}  # 30: `short_lengths`
         copies = next(many for many in count(11) if all(math.gcd(many, size) == 1 for size in sizes))
         small = as_traced(self.config, replace(case, batch=smallest, copies=copies))
         return trace_any(self.config, weights, small, case.batch // smallest, self._traced)

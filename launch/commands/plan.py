@@ -67,8 +67,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     processes = options.num_processes or in_own_yaml(options.accelerate_config) or 1
     asked = ("gpu", "gpu_memory", "host_memory", "nodes", "recipe", "accelerate_config", "mfu", "bandwidth")
     given = {name: getattr(options, name) for name in asked}
-    # Planning runs the model for each micro-batch that is tried.
-    print_progress(f"planning {options.model}, which may take a minute", console(stderr=True))
+    print_progress(f"planning {options.model}, which takes some seconds", console(stderr=True))
     gc.disable()  # collections would visit every object of torch and transformers again and again
     try:
         plan = plan_memory(options.model, num_processes=processes, argv=rest, **given)

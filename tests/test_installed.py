@@ -60,7 +60,7 @@ def install_beside(site, name, text):
 # --- The wheel ------------------------------------------------------------------------------------
 
 
-def test_it_is_whole(installed):
+def test_the_wheel_holds_its_packages_yaml_files_and_metadata(installed):
     names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert names == {"accelerate_recipes.py", "launch", "recipes"}, "a package azureml would hide Azure's own"
     for folder in ("accelerate_configs", "azureml"):
@@ -106,7 +106,7 @@ def test_a_job_for_azure_uploads_what_a_clone_uploads(installed, tmp_path):
 # --- Beside others --------------------------------------------------------------------------------
 
 
-def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):
+def test_a_foreign_recipes_package_installed_first_does_not_break_ours(installed, tmp_path, empty):
     site = tmp_path / "site"
     install_beside(site, "recipes", TORCHTUNE)
     (site / "recipes" / "full_finetune.py").write_text("")
@@ -116,7 +116,7 @@ def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):
 
 
 @pytest.mark.parametrize("name", ["recipes", "launch"])
-def test_one_that_is_earlier_on_the_path_does_not_hide_ours(name, installed, tmp_path, empty):
+def test_a_foreign_package_earlier_on_the_path_does_not_hide_ours(name, installed, tmp_path, empty):
     """ROS 2's `launch`, or such a folder of the user's own: on PYTHONPATH, or the current one."""
     install_beside(tmp_path / "own", name, RAISES)
     install_beside(empty, name, RAISES)

@@ -72,7 +72,7 @@ def found(place: str) -> object:
 
 
 @pytest.mark.parametrize("place", NAMES)
-def test_the_installed_version_has_the_names(place):
+def test_an_installed_library_has_the_private_names_listed_for_it(place):
     owner = found(place)
     gone = [name for name in NAMES[place].split() if not hasattr(owner, name)]
     assert not gone, f"{place} has no longer {', '.join(gone)}"

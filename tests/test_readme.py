@@ -53,7 +53,7 @@ QUICK = re.findall(r"^recipes (check .*|show .*|list|plan .*|submit .*--dry_run.
 
 
 @pytest.mark.parametrize("words", sorted(set(QUICK)))
-def test_every_quick_command_in_it_works(words, capsys):
+def test_every_check_show_list_plan_and_dry_run_command_of_a_readme_exits_with_0(words, capsys):
     from launch.cli import main
 
     assert main(shlex.split(words)) == 0
@@ -64,7 +64,7 @@ def test_it_names_every_recipe():
 
 
 @pytest.mark.slow
-def test_its_walk_through_trains_tries_loads_and_merges(tiny_model, tmp_path):
+def test_readmes_chat_example_trains_generates_evaluates_loads_and_merges(tiny_model, tmp_path):
     """Word for word, with a tiny model in place of the Hub's."""
     chats, train, use, load, merge = [content for kind, content in BLOCKS if kind in ("json", "bash", "python")][1:6]
     (tmp_path / "chats.jsonl").write_text(chats)

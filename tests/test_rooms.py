@@ -116,11 +116,11 @@ def lines_of(path: Path) -> int:
 # --- The rules ------------------------------------------------------------------------------------
 
 
-def test_every_file_is_in_a_room_of_a_layer():
+def test_every_module_is_in_a_folder_that_belongs_to_a_layer():
     assert not [module for module in files() if room_of(module) not in LEVEL]
 
 
-def test_a_file_imports_from_its_own_room_and_from_layers_before_it():
+def test_a_file_imports_only_from_its_own_folder_and_from_earlier_layers():
     wrong = [
         f"{module} -> {imported}"
         for module, found in imports().items()
@@ -143,7 +143,7 @@ def test_no_file_is_too_long():
     assert not [str(path) for path in files().values() if lines_of(path) > MOST_LINES]
 
 
-def test_no_room_is_larger_than_its_budget():
+def test_no_folder_has_more_lines_than_its_budget():
     sizes: Counter[str] = Counter()
     for path in files().values():
         sizes["/".join(path.relative_to(ROOT).parent.parts[:2])] += lines_of(path)

@@ -9,6 +9,6 @@ from tests.support.running import ROOT
 
 
 @pytest.mark.parametrize("words", ["ruff check .", "ruff format --check .", "mypy"])
-def test_the_code_is_clean(words):
+def test_ruff_and_mypy_find_no_problem(words):
     done = subprocess.run([sys.executable, "-m", *words.split()], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

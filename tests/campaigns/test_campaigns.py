@@ -63,7 +63,7 @@ def test_the_same_seed_draws_the_same_damage_and_each_kind_of_it_in_the_shortest
     }
 
 
-def test_the_same_seed_draws_the_same_breaks_of_every_room():
+def test_the_same_seed_draws_the_same_breaks_of_the_code_in_several_folders():
     first, again = (breaks.draw(Random("seed"), ROOT, 40) for _ in range(2))
     assert first == again
     assert {Path("launch/output"), Path("recipes/rules")} <= {one.file.parent for one in first}
@@ -91,7 +91,7 @@ def test_each_break_is_another_program(tmp_path):
 # --- What check says, and what becomes of it ------------------------------------------------------
 
 
-def test_a_case_shrinks_to_what_matters():
+def test_a_failing_case_shrinks_to_the_one_change_that_makes_it_fail():
     needed = Change("flag", "bf16", ["true"])
     others = [Change("flag", name, ["1"]) for name in ("seed", "lora_r", "save_steps", "eval_steps", "max_steps")]
     case = Case("accelerate", 2, "memory.yaml", "gpt2", "texts.txt", changes=(*others[:2], needed, *others[2:]))
@@ -113,16 +113,16 @@ def compared(rule: str, without: float, beside: str = ""):
     return compare(Judgement(refused), trained(2.5), CASE, [rule], lambda case, rule: trained(without))
 
 
-def test_a_refusal_is_right_if_the_same_trains_without_the_setting():
+def test_a_refusal_is_proven_if_the_run_without_the_setting_has_the_same_loss():
     assert compared(RULE, 2.5).proven and not compared(RULE, 2.5).disagreement
 
 
-def test_a_refusal_of_what_trains_as_asked_is_a_disagreement_also_beside_a_right_one():
+def test_a_refusal_is_a_disagreement_if_the_run_without_the_setting_has_another_loss():
     assert RULE in compared(RULE, 2.4).disagreement
     assert RULE in compared(RULE, 2.4, beside=AT_ITS_WORD).disagreement
 
 
-def test_a_refusal_that_nothing_can_prove_is_counted():
+def test_a_refusal_that_no_loss_can_prove_is_counted_as_unproven():
     assert compared(AT_ITS_WORD, 2.4).unproven and not compared(AT_ITS_WORD, 2.4).disagreement
 
 
@@ -149,12 +149,12 @@ def written(folder: Path, moment: Moment) -> tuple[int, list[str]]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sorted(file.name for file in folder.glob("out/*"))
 
 
-def test_a_moment_comes_before_the_file_of_its_number_is_opened(tmp_path):
+def test_a_process_is_killed_just_before_it_opens_the_file_that_was_drawn(tmp_path):
     assert written(tmp_path, Moment(3)) == (-signal.SIGKILL, ["a"])  # the first is the start itself
     assert (tmp_path / HIT).read_text() == "start"
 
 
-def test_the_moment_of_another_rank_does_not_come(tmp_path):
+def test_a_kill_that_was_drawn_for_another_rank_does_not_kill_this_one(tmp_path):
     assert written(tmp_path, Moment(3, rank=1)) == (0, ["a", "b", "c"])
     assert not (tmp_path / HIT).exists()
 
@@ -181,13 +181,13 @@ CRASH = "Traceback (most recent call last):\nValueError: no"
         ("data", 0, f"texts.jsonl has changed\n{SILENT}", "losses", resuming.TOLD),
     ],
 )
-def test_what_becomes_of_a_fault_is_told_apart(where, code, output, differs, kind):
+def test_each_outcome_of_a_run_on_damaged_files_is_told_apart(where, code, output, differs, kind):
     file = resuming.INPUTS.get(where, "out/checkpoint-5/model.safetensors")
     fault = resuming.Fault("single", where, "removed", 0)
     assert resuming.judge(Outcome(code, output), fault, [Path(file)], lambda: differs)[0] == kind
 
 
-def test_another_state_in_the_last_checkpoint_is_another_training(tmp_path, monkeypatch):
+def test_another_optimizer_state_in_the_last_checkpoint_is_a_difference(tmp_path, monkeypatch):
     """Beside a finished run, what it left when nobody touched it."""
     import torch
     from safetensors.torch import save_file
@@ -224,7 +224,7 @@ def test_a_short_campaign_finds_nothing(words, ends):
 
 
 @pytest.mark.slow
-def test_a_product_that_never_checks_whose_checkpoint_it_is_does_not_pass(tmp_path):
+def test_the_damage_campaign_fails_if_resuming_never_checks_which_run_wrote_a_checkpoint(tmp_path):
     for name in ("recipes", "launch", "tests", "accelerate_configs", "azureml"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     product = tmp_path / "launch" / "output" / "checkpoints.py"

@@ -25,7 +25,7 @@ def test_the_driver_and_torch_see_the_same_gpus():
     assert len(found) == torch.cuda.device_count()
 
 
-def test_the_doctor_finds_the_gpus_well(capsys):
+def test_the_doctor_reports_healthy_gpus_and_their_measured_flops(capsys):
     code = main(["doctor", "--num_processes", "1", "--json"])
     said = json.loads(capsys.readouterr().out)
     found = {check["title"]: check["found"] for check in said["checks"]}

@@ -27,7 +27,7 @@ def figures_of(name: str, work: Path) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny parts", "tiny fast", "tiny loop"])
-def test_a_tiny_case_works_on_this_cpu(name, tmp_path):
+def test_a_tiny_case_gives_figures_on_a_cpu(name, tmp_path):
     assert figures_of(name, tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_plans_for_an_h200_are_close_to_what_it_showed(monkeypatch):
 @pytest.mark.parametrize(
     ("status", "words", "left"), [(OK, [], 0), (NOT_RUN, ["--budget", "10"], len(all_cases(rehearse=True)))]
 )
-def test_what_has_figures_is_not_run_again_and_what_the_budget_does_not_hold_is_listed(status, words, left, tmp_path):
+def test_cases_with_figures_are_skipped_and_those_over_budget_listed(status, words, left, tmp_path):
     results = Results(tmp_path, all_cases(rehearse=True), rehearse=True)
     for case in results.cases:
         results.add(case.name, {"status": status})
@@ -83,13 +83,13 @@ def test_a_case_over_its_deadline_or_that_fails_says_so(tmp_path):
     assert measured("no such case", tmp_path, rehearse=True, deadline=900)["status"].startswith("failed: ")
 
 
-def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):
+def test_without_a_gpu_the_command_suggests_rehearse_and_exits_with_2(tmp_path):
     done = gpu("--output", tmp_path / "out", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "--rehearse" in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("process", "holds"), [(1113, True), (1114, False)])
-def test_the_context_is_no_allocation_but_has_to_fit_with_the_margin(process, holds):
+def test_a_plan_differs_by_allocated_and_holds_by_process_memory_with_margin(process, holds):
     planned = {"planned GiB": 950, "planned process GiB": 1050}
     found = memory.compared(planned, {"allocated GiB": 1000, "process GiB": process})
     assert (found["difference"], found["holds"]) == (pytest.approx(-0.05), holds)

@@ -37,7 +37,7 @@ def test_train_py_lists_every_setting(capsys):
 
 
 @pytest.mark.parametrize("words", ["--gpu_memory nan", "--gpu_memory -5", "--bandwidth inf", "--mfu 40", "--mfu x"])
-def test_a_plan_is_for_possible_numbers(words, capsys):
+def test_plan_refuses_a_flag_value_that_is_not_a_number_above_0(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--model", "7B", *words.split()])
     assert "is not a number above 0" in capsys.readouterr().err
@@ -76,7 +76,7 @@ UNUSED = {
 
 
 @pytest.mark.parametrize("words", UNUSED)
-def test_a_command_imports_no_heavy_library_and_none_of_the_others(words):
+def test_a_command_imports_no_heavy_library_and_no_module_of_another_command(words):
     code = (
         "import sys\nfrom launch.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -96,12 +96,12 @@ def end_without_reader(*words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("words", "code"), [("list", 1), ("--help", 0)])
-def test_a_command_whose_reader_has_gone_ends_quietly(words, code):
+def test_a_command_whose_stdout_pipe_is_closed_prints_no_error(words, code):
     assert end_without_reader("-m", "launch", words) == (code, "")
 
 
 @pytest.mark.slow
-def test_a_training_whose_reader_has_gone_goes_on(tmp_path):
+def test_a_training_whose_stdout_pipe_is_closed_goes_on_to_its_end(tmp_path):
     words = "launch train --recipe standard --use_cpu --num_processes 1 --max_steps 2 --output_dir"
     assert end_without_reader("-m", *words.split(), str(tmp_path))[0] == 0
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"

@@ -53,7 +53,7 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_cannot_be_meant_is_named(name, refused):
+def test_a_malformed_yaml_json_or_timings_file_is_named_and_refused(name, refused):
     file, content, command = FILES[name]
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_bytes(content)

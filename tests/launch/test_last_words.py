@@ -91,7 +91,7 @@ def test_a_mistake_is_printed_whole(name, launcher, flags, tmp_path):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_rank_prints_nothing_else(name, flags, capsys):
+def test_a_rank_prints_nothing_but_the_mistake(name, flags, capsys):
     """One rank, in this process: everything is imported already."""
     code, printed = main(flags(name)), capsys.readouterr()
     lines = printed.err.splitlines()

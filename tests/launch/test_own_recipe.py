@@ -29,7 +29,7 @@ def test_its_difference_to_another_recipe_is_what_it_changes(words, capsys):
     assert "logging_steps" in printed and "save_total_limit" not in printed
 
 
-def test_plan_recommends_it_under_the_name_that_the_flag_takes(capsys):
+def test_plan_recommends_an_own_recipe_in_a_command_that_names_its_file(capsys):
     assert main(["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml", "--max_length", "128"]) == 0
     (command,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  recipes train "))
     program, action, *flags = command.split()
@@ -47,7 +47,7 @@ def test_a_mistake_in_it_ends_every_command_with_exit_code_2(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("target", [["local"], ["slurm", "--gpus_per_node", "1"]])
-def test_a_job_here_or_on_a_shared_disk_names_the_file(target, capsys):
+def test_a_local_or_slurm_job_names_the_file_of_an_own_recipe(target, capsys):
     assert main(["submit", *target, "--recipe", "mine.yaml", "--dry_run"]) == 0
     assert "--recipe mine.yaml" in capsys.readouterr().out
 

@@ -34,7 +34,7 @@ VERBATIM = "data:b:1.jsonl [red]:smile:[/red]"
     ],
     ids=["problem", "note", "table"],
 )
-def test_what_a_person_wrote_is_printed_as_it_is(say, capsys):
+def test_rich_markup_in_a_users_text_is_printed_as_it_is(say, capsys):
     say()
     assert VERBATIM in capsys.readouterr().out
 

@@ -82,7 +82,7 @@ def test_a_value_follows_the_machine_and_the_other_settings(recipe, hardware, se
     assert {name: run[name] for name in expected} == expected
 
 
-def test_only_train_py_compiles_beside_ligers_loss_which_torch_compile_cannot_trace():
+def test_fast_in_a_users_own_script_compiles_without_liger():
     script = here(1, hardware=EIGHT_H100, environment={}, trained_by="script")
     run = resolve(place=script, settings={"recipe": "fast"})
     assert (run["torch_compile"], run["use_liger_kernel"]) == (True, False)
@@ -101,7 +101,7 @@ def test_a_recipe_keeps_two_checkpoints_and_its_engine_is_a_shipped_yaml_for_one
     assert from_yaml(shipped(RECIPES[recipe]().engine)).num_processes == 1
 
 
-def test_a_variant_changes_only_what_it_names():
+def test_memory_zero3_is_memory_with_another_engine():
     base, variant = RECIPES["memory"](), RECIPES["memory_zero3"]()
     assert variant.base == base
     assert set(variant.changes) == {"engine"}

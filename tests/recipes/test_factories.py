@@ -48,12 +48,13 @@ def test_fields_of_the_subclass_mean_what_the_subclass_says(tmp_path):
     assert (args.packing, args.padding_free, args.max_length) == (True, True, None)
 
 
-def test_no_demonstration_hides_in_a_library_call(tmp_path):
+def test_a_factory_call_has_no_max_steps_of_the_demonstration(tmp_path):
     assert recipes.fast(str(tmp_path)).max_steps == -1
 
 
-def test_a_lone_process_never_spreads_over_several_gpus(tmp_path):
-    assert recipes.standard(str(tmp_path)).n_gpu <= 1
+def test_a_lone_process_never_spreads_over_several_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)  # as in a process that sees two GPUs
+    assert recipes.standard(str(tmp_path))._n_gpu == 1
 
 
 REFUSED = [
@@ -82,7 +83,7 @@ OWN = [
 
 
 @pytest.mark.parametrize("settings", OWN, ids=str)
-def test_what_the_script_computes_and_evaluates_is_not_judged(settings, tmp_path):
+def test_settings_for_a_scripts_own_metrics_and_evaluation_are_accepted(settings, tmp_path):
     args = recipes.standard(str(tmp_path), **settings)
     assert all(getattr(args, name) == value for name, value in settings.items())
 
@@ -101,7 +102,7 @@ def started_with(monkeypatch, variables: dict[str, str]) -> None:
     monkeypatch.setattr(TrainingArguments, "n_gpu", 1)
 
 
-def test_the_world_is_the_launched_one(tmp_path, monkeypatch):
+def test_the_global_batch_is_split_over_the_launched_processes(tmp_path, monkeypatch):
     started_with(monkeypatch, {"WORLD_SIZE": "4"})
     args = recipes.fast(str(tmp_path))
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 1)
@@ -115,7 +116,7 @@ def test_the_world_is_the_launched_one(tmp_path, monkeypatch):
         ("memory_zero3", ZERO_2, {}, "DeepSpeed ZeRO-2", "memory_zero3.yaml"),
     ],
 )
-def test_a_script_without_the_engine_reads_how_to_start_it(
+def test_a_script_started_without_the_recipes_engine_is_warned_with_the_command(
     recipe, variables, settings, instead, file, tmp_path, monkeypatch
 ):
     started_with(monkeypatch, variables)

@@ -128,7 +128,7 @@ def test_compare_has_what_differs_the_results_and_the_failures(runs, answer):
     assert re.match("these runs train differently, which also changes their results: .*, learning_rate\n", printed)
 
 
-def test_contents_count_and_not_their_path(runs):
+def test_runs_are_compared_by_the_contents_of_their_data_and_not_by_its_path(runs):
     plain = of(runs, "plain")
     assert other_training(differences([plain, {**plain, "data": "other"}])) == ["the contents of the data"]
     moved = {"dataset_name": {"value": "/elsewhere/texts.jsonl", "source": "command line"}}

@@ -122,7 +122,7 @@ def test_a_run_whose_files_are_not_as_they_were_written_is_named(adapter, tmp_pa
     assert code == 0 and "tokenizer_config.json is missing: copy the files from the newest checkpoint" in said
 
 
-def test_weights_that_have_no_place(adapter, tiny_model, tmp_path, capsys):
+def test_an_adapter_for_layers_that_the_base_lacks_is_refused(adapter, tiny_model, tmp_path, capsys):
     shorter = LlamaForCausalLM(AutoConfig.from_pretrained(tiny_model, num_hidden_layers=1))
     shorter.save_pretrained(tmp_path / "shorter")
     code, said = merge(capsys, adapter, "--output", tmp_path / "merged", "--model_name_or_path", tmp_path / "shorter")
@@ -139,7 +139,7 @@ def test_a_model_that_is_older_than_its_adapter_says_so_when_it_is_used(adapter,
     assert main(words) == 0 and "was merged before" in capsys.readouterr().err
 
 
-def test_what_cannot_be_merged_is_one_line(adapter, tiny_model, texts, tmp_path, capsys):
+def test_merge_refuses_folders_without_adapter_and_outputs_that_exist(adapter, tiny_model, texts, tmp_path, capsys):
     assert "exists already" in merge(capsys, adapter, "--output", tiny_model)[1]
     (tmp_path / "older").mkdir()
     os.utime(tmp_path / "older", (0, 0))
@@ -152,7 +152,7 @@ def test_what_cannot_be_merged_is_one_line(adapter, tiny_model, texts, tmp_path,
     assert f"error output: {output} cannot be written: " in merge(capsys, adapter, "--output", output)[1]
 
 
-def test_a_model_that_is_not_equal_is_not_written(tiny_model, texts, tmp_path, capsys):
+def test_a_merged_model_whose_logits_differ_is_not_written(tiny_model, texts, tmp_path, capsys):
     """LoRA on the input embeddings of a model whose output embeddings are the same weights."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=260, **SMALL, tie_word_embeddings=True)).save_pretrained(tmp_path / "base")

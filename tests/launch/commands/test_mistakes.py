@@ -26,6 +26,7 @@ MISTAKES = {
     "plan --model ./nowhere --gpu H100": "a Hub id, a folder, a config.json, or a size such as 7B",
     "plan --model 7B --gpu H100 --nodes 2": "1 process cannot be split evenly over 2 nodes",
     "plan --model 7B --gpu H100 --num_processes 3 --global_batch_size 16": "15 or 18",
+    "train fast": "--recipe fast",
     "train --lerning_rate 1": "--learning_rate",
     "train --recipe baseline --num_processes 2": "one process",
     "train --accelerate_config mine.yaml": "an existing file, or one of fast, memory, memory_zero3",
@@ -39,7 +40,7 @@ MISTAKES = {
     "train --accelerate_confg fast": "Fix: --accelerate_config.",
     "scale run --step 2": "Fix: --steps.",
     "list --learning_rate 1": "see `recipes list --help`",
-    "submit slurm --learning_rate 1": "write train.py's flags after --",
+    "submit slurm --output_dir out": "write train.py's flags after --",
     "doctor --nodes 2": "main_process_ip",
     "doctor --nodes 2 --main_process_ip n1 --machine_rank 2": "0 to 1",
     "doctor --nodes 2 --main_process_ip n1 --num_processes 3": "a multiple of 2",
@@ -78,7 +79,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_line_and_nothing_is_started(words, tmp_path, monkeypatch, capsys):
+def test_a_mistake_in_a_command_is_named_and_nothing_is_started_or_sent(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execv", lambda *anything: pytest.fail("it was started"))
     for target in (Local, Slurm, Azure):

@@ -97,7 +97,7 @@ def test_it_prints_what_to_try_if_nothing_fits(said):
     assert enough != ("none of these is enough: use " in printed)
 
 
-def test_if_ram_is_short_it_says_how_much_is_needed_and_which_step_lacks_only_ram(said):
+def test_plan_says_that_only_ram_is_short_and_for_which_next_step(said):
     printed = said("large", "--gpu_memory 3 --max_length 128 --host_memory 0.5 --recipe memory_zero3")
     assert "only the RAM of each node is too small: " in printed
     argv = "--gpu_memory 2.53 --max_length 128 --host_memory 0.3 --recipe standard --num_processes 8"

@@ -183,7 +183,7 @@ def test_the_recorded_accelerate_yaml_is_used(place, capsys):
     assert code == 0 and f"--config_file {file} " in script and "engine.yaml sha256-" in said
 
 
-def test_a_shipped_yaml_of_another_environment_is_the_one_of_this(place, capsys):
+def test_a_shipped_yaml_of_another_environment_is_replaced_by_that_of_this_one(place, capsys):
     folder = recorded(place / "out")
     then = "/of/another/environment/fast.yaml"
     change(folder, accelerate_config=then, files={then: shipped("fast.yaml").read_text()})

@@ -33,7 +33,7 @@ def becomes(monkeypatch, tmp_path):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # as the launcher does, which has not come
 
 
-def test_the_recipes_yaml_one_process_without_gpus_and_the_flags(becomes, tmp_path):
+def test_train_launches_one_process_without_gpus_with_the_recipes_yaml_and_the_flags(becomes, tmp_path):
     words = becomes("--recipe", "fast", "--run_name", "a $b", "--hub_token", "abc")  # nothing of it is stored
     assert words[:4] == [sys.executable, str(LAUNCHER), "--config_file", str(CONFIGS / "fast.yaml")]
     assert words[words.index("--num_processes") + 1] == "1"
@@ -43,7 +43,7 @@ def test_the_recipes_yaml_one_process_without_gpus_and_the_flags(becomes, tmp_pa
     ]
 
 
-def test_another_yaml_by_name_or_by_path(becomes, tmp_path):
+def test_train_launches_another_accelerate_yaml_by_name_or_by_path(becomes, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text((CONFIGS / "standard.yaml").read_text().replace("num_processes: 1", "num_processes: 2"))
     own = becomes("--accelerate_config", str(mine))

@@ -20,7 +20,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_a_file_with_malformed_content(name, tmp_path, tokenizer):
+def test_a_file_with_malformed_content_is_refused_with_a_fix(name, tmp_path, tokenizer):
     file, content = BYTES[name]
     (tmp_path / file).write_bytes(content)
     found = problem(run_with(dataset_name=str(tmp_path / file)), tokenizer)
@@ -36,7 +36,7 @@ def test_a_byte_order_mark_is_not_text(name, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a* b", "a{b,c}", "http:", "~a"])
-def test_a_name_is_a_name_and_no_pattern(name, tmp_path, tokenizer, monkeypatch):
+def test_a_file_name_with_glob_characters_is_not_taken_for_a_pattern(name, tmp_path, tokenizer, monkeypatch):
     file = jsonl(tmp_path, texts("one"), f"{name}.jsonl")
     jsonl(tmp_path, texts("other"), "a1.jsonl")
     assert len(load_data(run_with(dataset_name=file), tokenizer).train) == 1

@@ -74,7 +74,7 @@ def test_what_can_be_read_is_not_refused(rows, flags, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[\n {'a': 1}]", '[{"a": 1}]', "\xff\xfe"])
-def test_a_file_that_is_no_lines_of_objects_is_left_to_its_reader(text, tmp_path):
+def test_a_file_that_is_not_json_lines_is_not_refused_before_it_is_loaded(text, tmp_path):
     (tmp_path / "d.json").write_text(text, encoding="latin-1")
     require_columns(resolved(f"--dataset_name {tmp_path / 'd.json'}"))
 

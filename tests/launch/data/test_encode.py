@@ -125,7 +125,7 @@ def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, 
         assert (tokenizer.decode(ready["input_ids"]), learned(tokenizer, ready)) == (whole, wanted)
 
 
-def test_parquet_fills_in_keys_that_the_template_does_not_see(tmp_path):
+def test_null_keys_that_parquet_fills_in_do_not_reach_the_chat_template(tmp_path):
     """Arrow gives every message and every tool the keys of all others, with None."""
     other = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
     calls = [{**CALL, "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}]
@@ -141,7 +141,7 @@ def test_parquet_fills_in_keys_that_the_template_does_not_see(tmp_path):
     assert first == WHOLE_CALL and "null" not in second
 
 
-def test_a_template_that_rewrites_the_past_is_refused(tmp_path):
+def test_assistant_only_loss_is_refused_if_the_template_rewrites_earlier_messages(tmp_path):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
     for template in (THINKING, "{{ messages | length }}" + UNMARKED):
         assert problem(run, chatting(template)).subject == "assistant_only_loss"
@@ -174,7 +174,7 @@ MUTED = {
 @pytest.mark.parametrize("name", MUTED)
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("kind", ["conversations", "completion"])
-def test_an_answer_that_is_empty_or_has_no_weight_is_read_and_not_learned(name, template, kind, tmp_path):
+def test_an_answer_that_is_empty_or_has_weight_0_is_read_and_not_learned(name, template, kind, tmp_path):
     tokenizer, chat = chatting(template), [CHAT[0], MUTED[name], *CHAT[2:]]
     row = {"conversations": chat} if kind == "conversations" else {"prompt": chat[:1], "completion": chat[1:]}
     file = jsonl(tmp_path, [row])
@@ -186,13 +186,13 @@ def test_an_answer_that_is_empty_or_has_no_weight_is_read_and_not_learned(name, 
     assert learned(tokenizer, load_data(run, tokenizer).train[0]) == "See you<|im_end|>"
 
 
-def test_a_question_without_weight_is_not_learned(tmp_path, tokenizer):
+def test_a_user_message_with_weight_0_is_not_learned(tmp_path, tokenizer):
     chat = [{**message, "weight": number % 2} for number, message in enumerate(CHAT)]
     data = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}])), tokenizer)
     assert learned(tokenizer, data.train[0]) == "Hi!<|im_end|>\nSee you<|im_end|>\n"
 
 
-def test_a_template_that_writes_the_last_answer_in_another_way_mutes_the_same(tmp_path):
+def test_weight_0_masks_an_answer_also_if_the_template_writes_the_last_one_differently(tmp_path):
     chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
     (row,) = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}])), chatting(THINKING)).train
     wanted = f"{TO_ANSWER}Bye<|im_end|>\n<|im_start|>assistant\n<think></think>{LAST}"
@@ -221,7 +221,7 @@ OF_CHATS = [(name, {"assistant_only_loss": True}) for name in ("a chat", "a comp
     ("name", "chosen"),
     [*((name, {}) for name in NO_ANSWER), ("a completion", {"completion_only_loss": False}), *OF_CHATS],
 )
-def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tokenizer):
+def test_rows_without_an_answer_or_text_are_left_out_and_counted(name, chosen, tmp_path, tokenizer):
     """However many such rows are tokenized together."""
     without, row = NO_ANSWER[name]
     data = load_data(run_with(dataset_name=jsonl(tmp_path, [*without * 150, row]), **chosen), tokenizer)
@@ -262,14 +262,14 @@ LEARNED = {
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_what_a_model_reads_and_what_it_learns(name, tmp_path):
+def test_input_ids_and_labels_of_texts_completions_alpaca_rows_and_token_ids(name, tmp_path):
     row, chosen, whole, wanted = LEARNED[name]
     tokenizer = chatting(None if "model_name_or_path" in chosen else CHAT_TEMPLATE)
     (ready,) = load_data(run_with(dataset_name=jsonl(tmp_path, [row]), **chosen), tokenizer).train
     assert (tokenizer.decode(ready["input_ids"]), learned(tokenizer, ready)) == (whole, wanted)
 
 
-def test_tools_and_a_system_message_beside_a_prompt_or_an_instruction(tmp_path):
+def test_columns_tools_and_system_beside_a_prompt_or_an_instruction_are_read(tmp_path):
     rows = [
         {"prompt": CALLS[:1], "completion": CALLS[1:], "tools": [TOOL]},
         {"prompt": CHAT[:1], "completion": CHAT[1:2], "system": "Be brief."},
@@ -283,7 +283,7 @@ def test_tools_and_a_system_message_beside_a_prompt_or_an_instruction(tmp_path):
     assert learned(tokenizer, row) == WHOLE_CALL[WHOLE_CALL.index(CALLED) :]
 
 
-def test_prompts_that_fill_max_length_teach_nothing(tmp_path, tokenizer):
+def test_data_whose_prompts_all_fill_max_length_is_refused(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, [{"prompt": "too long", "completion": "x"}]), max_length=8)
     assert "all labels are masked" in problem(run, tokenizer).what
 
@@ -334,6 +334,6 @@ def test_a_column_that_the_user_names_wins_over_chats(tmp_path, tokenizer):
         ("completion_only_loss", [{"prompt": "a", "completion": "b"}, *texts("b")], "prompt and completion"),
     ],
 )
-def test_what_is_only_for_one_format_is_refused_for_the_others(flag, rows, fix, tmp_path, tokenizer):
+def test_a_loss_flag_for_one_format_is_refused_on_rows_of_another(flag, rows, fix, tmp_path, tokenizer):
     found = problem(run_with(dataset_name=jsonl(tmp_path, rows), **{flag: True}), tokenizer)
     assert found.subject == flag and found.what.startswith(f"row {len(rows)}: the row has no ") and fix in found.fix

@@ -75,7 +75,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_labels_that_cannot_be_learned(name, tmp_path, tokenizer):
+def test_labels_that_cannot_be_learned_are_refused_with_a_fix(name, tmp_path, tokenizer):
     labels, wanted, subject, what = WRONG[name]
     found = problem(labelled(tmp_path, labels, problem_type=wanted), tokenizer)
     assert found.subject == subject and what in found.what and found.fix
@@ -88,7 +88,7 @@ def test_labels_that_cannot_be_learned(name, tmp_path, tokenizer):
         (["a", "b", None], "the column 'label' has 1 row without a usable label"),
     ],
 )
-def test_an_evaluation_has_the_same_labels(labels, what, tmp_path, tokenizer):
+def test_an_evaluation_split_with_unknown_or_missing_labels_is_refused(labels, what, tmp_path, tokenizer):
     found = problem(labelled(tmp_path, labels, **SPLITS), tokenizer)
     assert (found.subject, found.what) == ("dataset_test_split", what)
 
@@ -111,7 +111,7 @@ def test_class_names_come_with_the_data(kind, tmp_path, tokenizer):
     assert batch_of(data) == ([1, 0] if kind is ClassLabel else [[1, 1, 0], [1, 0, 1]])
 
 
-def test_a_missing_label_column_and_missing_data(tmp_path, tokenizer):
+def test_a_missing_label_column_or_missing_data_is_refused(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), task="sequence_classification")
     assert problem(run, tokenizer).what.startswith("there is no column 'label'; ")
     with pytest.raises(UserError, match="classification needs labelled texts"):
@@ -127,7 +127,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("case", KNOWN)
-def test_a_model_that_knows_the_classes_keeps_them(case, tmp_path, tokenizer):
+def test_the_class_names_of_a_model_are_kept_if_they_cover_the_data(case, tmp_path, tokenizer):
     labels, of_model, names, numbers = KNOWN[case]
     data = load_data(labelled(tmp_path, labels), tokenizer, classes=of_model)
     assert (data.labels, batch_of(data)) == (names, numbers)
@@ -136,7 +136,7 @@ def test_a_model_that_knows_the_classes_keeps_them(case, tmp_path, tokenizer):
 # --- What the run says of it ---------------------------------------------------------------------
 
 
-def test_the_run_records_what_its_data_says(tmp_path):
+def test_a_problem_type_found_in_the_labels_has_data_as_its_source(tmp_path):
     run, advice = recognised(labelled(tmp_path, [0.5]), REGRESSION)
     assert (run["problem_type"], run.setting("problem_type").source, advice) == (REGRESSION, "data", [])
 

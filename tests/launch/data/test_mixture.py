@@ -36,7 +36,7 @@ def test_an_epoch_has_every_example_in_the_ratio_of_the_weights(tmp_path, tokeni
     assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
 
 
-def test_a_part_has_its_own_split_and_all_that_can_are_evaluated_on(tmp_path, tokenizer):
+def test_each_part_has_its_own_split_and_parts_with_a_test_split_are_evaluated_on(tmp_path, tokenizer):
     for name in ("train", "validation"):
         (tmp_path / "folder").mkdir(exist_ok=True)
         jsonl(tmp_path / "folder", texts(name), f"{name}.jsonl")
@@ -57,14 +57,14 @@ def test_files_of_a_pattern_are_one_source(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_compressed_file_that_is_damaged_is_one_line(streaming, tmp_path, tokenizer):
+def test_a_damaged_compressed_file_is_refused(streaming, tmp_path, tokenizer):
     whole = gzip.compress("".join(f'{{"text": "line {n}"}}\n' for n in range(999)).encode())
     (tmp_path / "a.jsonl.gz").write_bytes(whole[:200])
     run = run_with(dataset_name=str(tmp_path / "a.jsonl.gz"), dataset_streaming=streaming, max_steps=1)
     assert "cannot be read" in problem(run, tokenizer).what
 
 
-def test_a_mistake_names_its_part(tmp_path, tokenizer):
+def test_a_mistake_in_one_part_of_a_mixture_names_that_part(tmp_path, tokenizer):
     silent = [{"messages": [{"role": "user"}]}]
     names = [jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"), jsonl(tmp_path, silent, "silent.jsonl")]
     found = problem(run_with(dataset_name=names), tokenizer)

@@ -94,7 +94,7 @@ def test_padding_is_not_counted(rows, length, micro):
     assert tokens_of(batch) == (batch["input_ids"] != 259).sum()
 
 
-def test_masks_of_chats_are_kept(tmp_path, tokenizer):
+def test_prompts_stay_masked_in_packed_rows(tmp_path, tokenizer):
     rows = [{"prompt": f"say {word} ", "completion": word} for word in ("one", "two", "three")]
     (row,) = load_data(run_with(dataset_name=jsonl(tmp_path, rows), packing=True, max_length=64), tokenizer).train
     said = learned(tokenizer, row).split("<|endoftext|>")

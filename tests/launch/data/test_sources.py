@@ -31,7 +31,7 @@ def test_every_kind_of_file_is_read(name, tmp_path, tokenizer):
     assert decoded(tokenizer, data.train) == ["one<|endoftext|>", "two<|endoftext|>"]
 
 
-def test_folder_of_saved_splits(tmp_path, tokenizer):
+def test_a_folder_of_saved_splits_is_read(tmp_path, tokenizer):
     splits = DatasetDict(train=Dataset.from_list(texts("one")), validation=Dataset.from_list(texts("two")))
     splits.save_to_disk(tmp_path / "saved")
     data = load_data(run_with(dataset_name=str(tmp_path / "saved"), eval_strategy="steps"), tokenizer)
@@ -51,7 +51,7 @@ def test_a_folder_of_parts_is_read_whole(suffix, tmp_path, tokenizer):
     assert sorted(decoded(tokenizer, data.train)) == [f"text {number}<|endoftext|>" for number in range(3)]
 
 
-def test_slices_of_a_file(tmp_path, tokenizer):
+def test_train_and_test_split_may_be_slices_of_one_file(tmp_path, tokenizer):
     run = run_with(
         dataset_name=jsonl(tmp_path, texts(*"abcdefghij")),
         dataset_train_split="train[:80%]",
@@ -87,7 +87,7 @@ def test_unknown_split_lists_those_there_are(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("wanted", ["train[", "train[:200%]", "train[5%:2%", "train[:0]", "train[2:1]", "train[1:]"])
-def test_a_malformed_or_empty_slice_is_about_the_split(wanted, tmp_path, tokenizer):
+def test_a_malformed_or_empty_slice_is_refused_as_a_mistake_in_the_split(wanted, tmp_path, tokenizer):
     found = problem(run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_train_split=wanted), tokenizer)
     assert found.subject == "dataset_train_split"
     assert (found.what == f"the split '{wanted}' is empty") == (wanted[-1] == "]" and "%" not in wanted)

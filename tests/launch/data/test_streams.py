@@ -51,7 +51,7 @@ def test_a_round_has_each_row_once_for_any_number_of_readers(readers, folder, to
     assert sorted(seen) == sorted(f"{number}.{row}" for number in range(4) for row in range(30 + number))
 
 
-def test_every_round_has_another_order_and_every_seed(folder, tokenizer):
+def test_every_round_and_every_seed_has_another_order(folder, tokenizer):
     one = rows_of(first(stream(folder, tokenizer), 252), tokenizer)
     other = rows_of(first(stream(folder, tokenizer, seed=1), 126), tokenizer)
     assert sorted(one[:126]) == sorted(one[126:]) == sorted(other)
@@ -124,7 +124,7 @@ def mixture(parts, tokenizer, **chosen) -> Stream:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_shares_are_those_of_the_weights(ranks, parts, tokenizer):
+def test_the_parts_of_a_mixture_have_the_shares_of_their_weights(ranks, parts, tokenizer):
     found, part_of = [], {"A": 2, "B": 1, "<": 3}
     for rank in range(ranks):
         own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 7_000 // ranks)
@@ -144,7 +144,7 @@ def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, t
         assert list(map(_plain, first(goes_on, 5))) == list(map(_plain, examples[stop : stop + 5])), stop
 
 
-def test_a_mistake_names_its_part(tmp_path, tokenizer):
+def test_a_mistake_in_one_part_of_a_mixture_names_that_part(tmp_path, tokenizer):
     rows = {"good": texts("a"), "other": [{"words": "b"}], "empty": texts("", "")}
     names = {name: jsonl(tmp_path, part, f"{name}.jsonl") for name, part in rows.items()}
 
@@ -196,7 +196,7 @@ def test_fit_tries_the_longest_example_that_may_come(folder, tokenizer):
         ('{"text": "a", "more": 6}', "column names don't match"),
     ],
 )
-def test_a_row_that_breaks_it_comes_after_all_examples_before_it(line, cause, tmp_path, tokenizer):
+def test_a_malformed_row_is_reported_after_all_examples_before_it(line, cause, tmp_path, tokenizer):
     """The library reads ten megabytes at once, and takes the columns from the first of them."""
     file = tmp_path / "data.jsonl"
     rows = [json.dumps({"text": "a", "source": "b" * 2000})] * 6_000

@@ -56,7 +56,7 @@ def never_encoded(monkeypatch):
 # --- What a file holds ---------------------------------------------------------------------------
 
 
-def test_labels_are_the_tokens_that_are_learned():
+def test_a_token_table_gives_back_input_ids_and_labels():
     rows = [([5, 6, 7], [-100, 6, 7]), ([], []), ([8], [8]), ([1, 2], [-100, -100])]
     table = token_table(rows)
     for found, wanted in ((table, rows), (table.slice(2, 2), rows[2:]), (table.slice(1, 0), [])):
@@ -68,7 +68,7 @@ def test_the_first_token_teaches_nothing_since_none_predicts_it():
     assert [first if first < 9 else None for first in table["first_learned"].to_pylist()] == [None, None, 2]
 
 
-def test_a_token_takes_four_bytes_and_a_bit(tmp_path, tokenizer):
+def test_a_cached_token_takes_at_most_a_tenth_more_than_four_bytes(tmp_path, tokenizer):
     found = tokenized(run_with(dataset_name=jsonl(tmp_path, texts("x" * 100_000))), tokenizer)
     assert sum(file.stat().st_size for file in files()) < 1.1 * 4 * len(found.train[0]["input_ids"])
 
@@ -144,7 +144,7 @@ def test_a_slice_reads_no_more_than_its_rows_and_the_rest_is_added_later(tmp_pat
 @pytest.mark.parametrize(
     "data", [texts(*WORDS), CHATS, [*texts(*WORDS[:500]), *CHATS[:500]]], ids=["texts", "chats", "both"]
 )
-def test_their_number_makes_no_difference(data, tmp_path, tokenizer, small_units):
+def test_the_number_of_workers_makes_no_difference_to_the_tokens(data, tmp_path, tokenizer, small_units):
     found = []
     for workers in (1, 3):
         own = jsonl(tmp_path, data, f"{workers}.jsonl")
@@ -192,7 +192,7 @@ def test_killed_in_the_middle_the_next_start_goes_on(tmp_path, tokenizer, monkey
     assert made.items() < files().items()
 
 
-def test_who_waits_goes_on_if_the_other_is_killed(tmp_path, tokenizer, monkeypatch, small_units):
+def test_a_start_that_waits_for_anothers_tokens_goes_on_if_that_dies(tmp_path, tokenizer, monkeypatch, small_units):
     run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
     with monkeypatch.context() as patch:
         slowly(patch, 0.5)

@@ -10,7 +10,7 @@ from tests.support.doctor import requested
 
 
 @pytest.mark.parametrize(("speed", "status"), [(370e9, "warning"), (20e6, "ok"), (None, "ok")])
-def test_bus_bandwidth_is_that_of_nccl_tests_and_far_below_the_link_a_warning(speed, status):
+def test_bus_bandwidth_as_in_nccl_tests_is_a_warning_if_far_below_the_links_speed(speed, status):
     found = compared(0.5, 1e-5, 8_000_000, 4, "NVLink", speed)
     assert (found.status, found.numbers["all-reduce"]["value"]) == (status, 24_000_000)
 
@@ -43,6 +43,6 @@ def test_the_rank_that_failed_first_is_named():
     assert failure_in(requested(), ended).what == "rank 2: error 2"
 
 
-def test_a_run_that_was_only_slow_has_not_failed():
+def test_a_slow_probe_run_has_not_failed_and_a_longer_timeout_is_advised():
     found = failure_in(requested(), [Report(rank) for rank in range(2)], in_time=False)
     assert "nothing has failed" in found.what and "--timeout 960" in found.fix

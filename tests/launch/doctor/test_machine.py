@@ -60,7 +60,7 @@ def test_a_gpu_that_others_use_is_a_warning_that_names_them(nvidia_smi):
     assert found.status == "warning" and found.numbers == {"least_free": {"value": 1000 << 20, "unit": "bytes"}}
 
 
-def test_an_nvidia_smi_that_hangs_is_given_up_once(nvidia_smi, tmp_path, monkeypatch):
+def test_an_nvidia_smi_that_hangs_is_asked_only_once(nvidia_smi, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_SECONDS", 0.3)
     nvidia_smi(f"#!/bin/sh\necho asked >>{tmp_path}/asked\nsleep 1000\n")
     for query in ("--query-gpu=uuid", "--query-gpu=memory.total"):
@@ -88,7 +88,7 @@ def test_what_nvidia_smi_prints_instead_of_an_answer_is_shown_and_not_believed(n
         (resource.RLIMIT_AS, 1 << 30, resource.RLIM_INFINITY, "error", "`ulimit -S -v unlimited`"),
     ],
 )
-def test_a_low_limit_is_raised_as_far_as_one_may(which, soft, hard, status, fix, monkeypatch):
+def test_a_low_ulimit_is_reported_with_how_to_raise_it(which, soft, hard, status, fix, monkeypatch):
     none = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, hard) if asked == which else none)
     check = machine.limits(requested())
@@ -107,7 +107,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(variable, plac
 
 
 @pytest.mark.parametrize(("free", "status"), [(1 << 29, "error"), (5 << 30, "warning"), (1 << 40, "ok")])
-def test_free_space_is_a_number_of_bytes(free, status, monkeypatch):
+def test_free_disk_space_is_reported_in_bytes_and_judged(free, status, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
     check = machine.disk(requested())
     assert check.status == status

@@ -56,7 +56,7 @@ def test_a_port_in_use_is_named_with_one_that_is_free():
     assert re.fullmatch(r"use --main_process_port \d+ on every node, or end the program that uses the port", check.fix)
 
 
-def test_a_node_that_has_gone_says_nothing_more(monkeypatch):
+def test_exchange_returns_none_for_a_node_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(network, "_ANSWER_SECONDS", 0.5)
     words = f"--nodes 2 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
     said = network.Meeting(requested(*words.split())).exchange(0, number=7)

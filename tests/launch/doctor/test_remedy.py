@@ -47,7 +47,7 @@ def found(*words):
     ],
     ids=["once", "killed once", "now and then", "killed again", "not a link", "nothing mends"],
 )
-def test_what_no_switch_is_known_to_mend_gets_none(works, failure, says, runs, probe_runs):
+def test_a_failure_that_no_nccl_variable_mends_is_reported_without_one(works, failure, says, runs, probe_runs):
     tried = probe_runs(works, failure)
     check = found()
     assert check.status == "error" and failure.what in check.found and says in check.fix
@@ -60,14 +60,14 @@ def test_a_success_needs_no_second_run(probe_runs):
     assert found() is None and tried == [()]
 
 
-def test_what_fails_again_gets_the_switch_without_which_it_fails(probe_runs):
+def test_a_repeated_failure_is_reported_with_the_nccl_variable_that_mends_it(probe_runs):
     tried = probe_runs(lambda _, names: names == ("NCCL_P2P_DISABLE",))
     check = found()
     assert check.found == REFUSED.what and "export NCCL_P2P_DISABLE=1  # costs: no NVLink" in check.fix
     assert tried[2] == ("NCCL_NVLS_ENABLE",) and tried[-1] == ()  # the control, without it
 
 
-def test_the_set_of_several_switches_comes_last(probe_runs):
+def test_nccl_variables_that_mend_only_together_are_all_advised(probe_runs):
     tried = probe_runs(lambda _, names: len(names) > 1)
     lines = found().fix.splitlines()[1:]
     assert [line.split("=")[0] for line in lines] == [f"export {name}" for name in tried[-2]]

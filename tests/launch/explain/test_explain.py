@@ -58,7 +58,7 @@ def test_a_rank_that_dies_is_named_and_none_is_left():
 # --- What is printed ------------------------------------------------------------------------------
 
 
-def test_the_table_of_goals_compares_each_with_the_first_row_and_says_what_noise_leaves_open():
+def test_the_table_of_goals_compares_each_goal_with_the_first_row_and_shows_the_noise():
     first = {"goal": "", "seconds": 1.0, "off": 0.1, "peak_bytes": 100, "difference": 0.0, "synchronisations": 1}
     headings, cells = goals([first, {**first, "goal": "both", "seconds": 0.5, "off": 0.05, "peak_bytes": 60}])
     shown = {name: value for name, value, *_ in cells}

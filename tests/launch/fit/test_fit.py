@@ -34,9 +34,7 @@ def micro_batch(argv, *more, processes=2):
 
 
 @pytest.mark.slow
-def test_what_one_rank_cannot_run_does_not_fit_and_the_runs_that_follow_train_with_what_does(
-    training, tmp_path, capsys
-):
+def test_a_micro_batch_too_large_for_one_rank_is_rejected_and_later_runs_use_the_one_found(training, tmp_path, capsys):
     """The second rank has less memory left than the first."""
     ballast = f"import os\nballast = bytearray(b'x') * int({BALLAST}e9 * (os.environ.get('RANK') == '1'))\n"
     (tmp_path / "sitecustomize.py").write_text(ballast)  # for the probes, each of which is a new Python
@@ -148,7 +146,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("most", "tried"), [(8, [4, 8, 16]), (3, [16, 8, 4, 2]), (0, [2, 1])])
-def test_it_goes_up_from_the_guess_while_it_runs_or_down_until_it_does(most, tried, stand_in, tmp_path, monkeypatch):
+def test_the_search_doubles_a_guess_that_runs_or_halves_one_that_does_not(most, tried, stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(fit, "_guess", lambda *_: tried[0])
     argv = [f"leave('fits' if request['micro_batch'] <= {most} else 'out_of_memory', 'asked for 2 GiB')"]
     run = resolve(["--recipe", "standard", "--output_dir", str(tmp_path / "out"), "--memory_limit", "1"])

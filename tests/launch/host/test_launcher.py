@@ -68,7 +68,7 @@ def test_the_first_failure_counts_and_one_that_follows_from_it_does_not(zero, on
         pytest.param(TWO, TOLD, 75, STOPPED, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_has_the_last_word_and_the_exit_code(world, code, exit_code, printed, script):
+def test_the_launcher_ends_with_the_failed_ranks_message_and_exit_code(world, code, exit_code, printed, script):
     done = started(sys.executable, str(LAUNCHER), *world, script(code))
     assert done.returncode == exit_code
     assert done.stdout.startswith(printed) and done.stdout.count("\n") == 1, done.stdout
@@ -118,7 +118,7 @@ def test_a_signal_before_the_ranks_are_started_ends_at_once(number, code, line):
     assert (done.returncode, done.stdout) == (code, line)
 
 
-def test_who_speaks_for_a_rank(monkeypatch):
+def test_a_failed_rank_keeps_silent_only_if_another_rank_reports_the_error(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert signals.is_spoken_for(met_by_all=True) and not signals.is_spoken_for(), "nobody ends this rank"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/nowhere")
@@ -134,7 +134,7 @@ SHOW = "from launch.host.launcher import own_threads; os.write(1, f'own {own_thr
 @pytest.mark.slow
 @pytest.mark.parametrize(("asked", "own"), [({}, "None"), ({"OMP_NUM_THREADS": "4"}, "4")])
 @pytest.mark.parametrize("words", [[*ACCELERATE, *TWO], TORCHRUN], ids=["accelerate", "torchrun"])
-def test_a_launchers_number_of_threads_is_not_a_persons(words, asked, own, script, monkeypatch):
+def test_omp_num_threads_set_by_a_launcher_is_not_taken_for_the_users(words, asked, own, script, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     printed = started(*words, script(SHOW), **asked).stdout.splitlines()
     assert [line for line in printed if line.startswith("own")] == [f"own {own}"] * 2

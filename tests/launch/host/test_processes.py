@@ -67,7 +67,7 @@ def main(folder):
 """
 
 
-def test_the_end_of_the_block_ends_what_its_processes_started(module):
+def test_leaving_the_ask_block_ends_its_processes_and_their_children(module):
     with pytest.raises(KeyboardInterrupt), processes.ask(module(FAMILY), [None]) as (child,):
         wait_for("the process to start a child", child.end)
         pids = [int(word) for word in child.end().split()]

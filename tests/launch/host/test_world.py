@@ -30,7 +30,7 @@ def test_the_launcher_announces_the_world_and_its_engine():
 
 
 @pytest.mark.parametrize(("recipe", "threads"), [("memory", 3), ("sharded", 1)])
-def test_adam_on_the_host_of_gpus_has_its_share_of_the_cores(recipe, threads, monkeypatch):
+def test_an_offloaded_optimizer_has_its_share_of_the_cpu_cores(recipe, threads, monkeypatch):
     """`accelerate launch` leaves each process one thread."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     hardware = Hardware((Gpu("A100", (8, 0), 80 << 30),) * 2, cores=6)
@@ -46,13 +46,13 @@ def test_adam_on_the_host_of_gpus_has_its_share_of_the_cores(recipe, threads, mo
 
 
 @pytest.mark.parametrize("asked", ["True", "False"])
-def test_accelerate_compiles_equal_layers_once_if_the_run_says_so_and_not_if_the_launcher_does(asked):
+def test_regional_compilation_is_decided_by_the_run_and_not_by_the_launcher(asked):
     with patch.dict(os.environ, ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION="the launcher's"):
         prepare_environment(resolve(["--torch_compile", "--use_regional_compilation", asked]))
         assert os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == asked
 
 
-def test_processes_that_would_not_find_each_other_are_refused():
+def test_processes_of_slurm_or_mpi_without_a_launcher_are_refused():
     for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         with pytest.raises(UserError, match="a model of their own"):
             require_launcher({variable: "4"})

@@ -27,9 +27,7 @@ SUBMIT = "submit azureml --compute c --processes_per_node 2 --dry_run".split()
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_a_shipped_job_is_what_the_renderer_writes_azures_parser_takes_and_check_calls_legal(
-    recipe, monkeypatch, capsys
-):
+def test_a_shipped_job_equals_the_rendered_one_and_azures_parser_and_check_accept_it(recipe, monkeypatch, capsys):
     monkeypatch.setenv("LOGNAME", "YOU")
     shipped = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())
     rendered = yaml.safe_load(Azure(compute="gpu-cluster").render(job(recipe, processes=4)))
@@ -83,7 +81,7 @@ def test_the_upload_of_a_checkout_holds_the_code_and_nothing_else():
     assert all(ignore.is_file_excluded(str(ROOT / path)) == (path in left_out) for path in (*left_out, *sent_along))
 
 
-def test_the_environment_and_the_extra_pin_what_is_tested():
+def test_the_environment_pins_the_tested_versions_and_the_install_advice_names_the_extra():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {line.partition("==")[0].lower(): line.strip() for line in lines}
     for line in (FOLDER / "environment" / "requirements.txt").read_text().splitlines():
@@ -167,7 +165,7 @@ def replaced(old: str, new: str) -> str:
         (edited("resources.instance_cnt", 2), "resources: instance_cnt: Unknown field"),
     ],
 )
-def test_an_error_in_a_job_is_one_line(text, what, tmp_path, capsys):
+def test_check_names_an_error_in_an_edited_azure_job(text, what, tmp_path, capsys):
     pytest.importorskip("azure.ai.ml")
     shutil.copytree(FOLDER / "environment", tmp_path / "environment")
     (tmp_path / "mine.yaml").write_text(text.replace("code: ..\n", f"code: {ROOT}\n"))
@@ -176,6 +174,6 @@ def test_an_error_in_a_job_is_one_line(text, what, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("resources", [[1], {"instance_count": None}, {"instance_count": {"a": 1}}, "two"])
-def test_a_malformed_section_counts_as_one_node_where_no_sdk_refuses_it(resources):
+def test_a_malformed_resources_section_counts_as_one_node_without_the_sdk(resources):
     content = {**yaml.safe_load((ROOT / "azureml" / "fast.yaml").read_text()), "resources": resources}
     assert training_in(content).nodes == 1

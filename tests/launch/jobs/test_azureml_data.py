@@ -75,7 +75,7 @@ def test_status_and_logs_find_the_job_again(workspace, capsys):
     assert main(["logs", folder]) == 0 and "step 2/2 loss 1" in capsys.readouterr().out
 
 
-def test_a_refusal_a_missing_login_and_a_missing_workspace_are_one_line(workspace, monkeypatch, capsys):
+def test_an_azure_refusal_a_missing_login_or_workspace_is_told_in_the_last_line(workspace, monkeypatch, capsys):
     def last_line() -> str:
         assert main(TWO_NODES) == 2
         return capsys.readouterr().err.splitlines()[-1]
@@ -91,7 +91,7 @@ def test_a_refusal_a_missing_login_and_a_missing_workspace_are_one_line(workspac
 # --- Every form of --data -------------------------------------------------------------------------
 
 
-def test_each_part_is_an_input_and_its_form_or_data_type_says_whether_it_is_a_file(workspace):
+def test_each_data_part_is_a_file_or_folder_input_by_its_form_or_by_data_type(workspace):
     parts = ["azureml:rows:1", f"{STORE}/a.csv", f"{STORE}/v1.2", "wasbs://box@lab.blob.core.windows.net/parts"]
     assert main([*SUBMIT, "--data", *parts, "--", *MODEL]) == 0
     (body,) = workspace.jobs.values()

@@ -145,7 +145,7 @@ def test_a_killed_rank_ends_the_job_on_every_node(cluster, slow_flags, tmp_path)
     cluster.wait_until("the end of the other rank", lambda: not ranks_in(tmp_path))
 
 
-def test_what_slurm_refuses_is_its_own_sentence_in_one_line(cluster, tmp_path):
+def test_a_job_that_slurm_refuses_is_reported_with_slurms_own_message(cluster, tmp_path):
     job, outcome = submit(cluster, tmp_path, "--partition", "nowhere")
     assert (job, outcome.code) == ("", 2)
     assert "Slurm reports: " in outcome.output and "invalid partition specified: nowhere" in outcome.output

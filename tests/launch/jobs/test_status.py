@@ -55,7 +55,7 @@ def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_mode
     assert read_record(folder)["status"] == "preempted" and "preempted" in status(folder, capsys)
 
 
-def test_a_run_that_was_started_by_hand_runs_while_it_holds_its_folder(tmp_path, capsys):
+def test_status_of_a_run_started_by_hand_is_running_while_its_folder_is_locked(tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"status": "running"}')
     handle = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -76,7 +76,7 @@ def test_the_newest_run_comes_first_and_without_one_the_message_says_so(tmp_path
 
 
 @pytest.mark.parametrize("text", ["{", '{"target": "local"}', '{"target": "mars", "title": "a", "log": "x"}'])
-def test_a_damaged_note_is_ignored(text, tmp_path):
+def test_a_damaged_submission_json_is_ignored(text, tmp_path):
     (tmp_path / submission.NAME).write_text(text)
     assert submitted(tmp_path) is None
 
@@ -88,7 +88,7 @@ def test_a_damaged_note_is_ignored(text, tmp_path):
         ({"status": "running", "started": "2026-01-03T00:00:00+0000"}, "ended unexpectedly (killed?)"),
     ],
 )
-def test_a_submission_has_the_outcome_of_its_own_run(recorded, state, tmp_path, capsys):
+def test_status_of_a_submission_does_not_take_over_the_outcome_of_an_earlier_start(recorded, state, tmp_path, capsys):
     record.write(tmp_path / "run", recorded)
     note = Submission("local", "a title", str(tmp_path / "log"), "", "2026-01-02T00:00:00+0000")
     submission.note(tmp_path / "run", note)
@@ -98,6 +98,6 @@ def test_a_submission_has_the_outcome_of_its_own_run(recorded, state, tmp_path, 
 @pytest.mark.parametrize(
     ("text", "last"), [("one\ntwo\n\n", "two"), ("0: step 3/9  loss 1\nTraceback\n", "0: step 3/9  loss 1")]
 )
-def test_the_last_line_of_a_log_is_about_a_step(text, last, tmp_path):
+def test_the_last_line_of_a_log_is_its_last_step_or_else_its_last_text(text, last, tmp_path):
     (tmp_path / "log").write_text(text)
     assert last_line(str(tmp_path / "log")) == last

@@ -70,7 +70,7 @@ def test_arguments_arrive_as_they_were_typed(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_dry_run_prints_trains_when_it_is_run_by_hand(tiny_model, texts, tmp_path):
+def test_the_script_that_a_dry_run_writes_trains_when_it_is_run_by_hand(tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), *STEPS, "--output_dir", str(tmp_path / "out")]
     words = ["submit", "local", "--processes_per_node", "2", "--dry_run"]
     assert main([*words, "--output", str(tmp_path / "job.sh"), "--", *flags]) == 0
@@ -97,14 +97,14 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
 # --- Nothing illegal is submitted -----------------------------------------------------------------
 
 
-def test_a_configuration_names_its_recipe(tmp_path, capsys):
+def test_a_job_launches_the_recipe_that_a_config_file_names(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("recipe: memory\n")
     assert main(["submit", "local", "--dry_run", "--", "--config", str(tmp_path / "mine.yaml")]) == 0
     script = capsys.readouterr().out
     assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
 
 
-def test_without_sbatch_the_message_says_where_to_find_one(capsys, monkeypatch):
+def test_submit_slurm_says_that_there_is_no_sbatch(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(["submit", "slurm"]) == 2
     assert "there is no sbatch" in capsys.readouterr().err

@@ -155,7 +155,7 @@ def test_a_damaged_one_is_renamed_with_all_its_files(checkpoint):
         ([9, 10, 11], 11, 2, None, [11, 10]),
     ],
 )
-def test_the_oldest_go_by_their_steps_whatever_their_times(there, newest, limit, best, left, tmp_path):
+def test_rotation_deletes_the_lowest_steps_whatever_the_checkpoints_times(there, newest, limit, best, left, tmp_path):
     for step in reversed(there):  # the newest has the oldest time
         (tmp_path / f"checkpoint-{step}").mkdir()
     rotate(tmp_path / f"checkpoint-{newest}", limit, str(tmp_path / f"checkpoint-{best}") if best else None)
@@ -163,7 +163,7 @@ def test_the_oldest_go_by_their_steps_whatever_their_times(there, newest, limit,
 
 
 @pytest.mark.parametrize(("is_own", "left"), [(False, [6, 5, 2]), (True, [6, 5])])
-def test_what_is_another_runs_is_never_deleted(is_own, left, tmp_path):
+def test_rotation_never_deletes_a_checkpoint_of_another_run(is_own, left, tmp_path):
     own, another = record.new_run(), record.new_run()
     for step, run in ((2, own), (5, own if is_own else another), (6, own)):
         checkpoints.begin(tmp_path / f"checkpoint-{step}", step, "one process", 1, run)

@@ -45,7 +45,7 @@ def recorded(folder: Path, run) -> str:
     "hardware", [CPU, machine(A100, 4), machine(H100, 4, liger=False)], ids=["cpu", "a100", "h100"]
 )
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_a_record_resolves_to_the_run_that_wrote_it(recipe, hardware, written, tmp_path):
+def test_a_run_json_given_as_config_resolves_to_the_same_settings(recipe, hardware, written, tmp_path):
     for world in (1, 2, 4):
         place = here(world, hardware=hardware, environment={})
         run = resolve(place=place, settings={"recipe": recipe, **written})
@@ -55,7 +55,7 @@ def test_a_record_resolves_to_the_run_that_wrote_it(recipe, hardware, written, t
         assert again.batch.total == run.batch.total
 
 
-def test_the_folder_of_the_run_is_not_taken_over(tmp_path):
+def test_a_run_json_given_as_config_does_not_set_output_dir(tmp_path):
     run = resolve(["--output_dir", str(tmp_path), "--run_name", "mine"], here(hardware=CPU))
     again = resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))
     assert (again["output_dir"], again["run_name"]) == ("outputs/standard", "mine")
@@ -78,7 +78,7 @@ def test_the_micro_batch_that_a_fit_found_is_kept_in_the_same_world(tmp_path):
     assert (elsewhere.batch.micro, elsewhere["fit"]) == (4, True)
 
 
-def test_a_limit_of_the_model_is_kept(tmp_path):
+def test_a_recorded_max_length_that_the_model_lowered_is_kept(tmp_path):
     run = resolve(["--model_name_or_path", "gpt2"], here(hardware=CPU)).limited(
         "max_length", 512, "the longest sequence"
     )
@@ -153,7 +153,7 @@ def test_no_secret_is_ever_in_a_record(tmp_path, monkeypatch):
     assert HIDDEN in text and not any(secret in text for secret in (token, similar, variable))
 
 
-def test_a_hidden_token_is_asked_for_in_one_line(tmp_path):
+def test_a_hub_token_that_the_record_hides_must_be_given_again(tmp_path):
     file = recorded(tmp_path, resolve(["--hub_token", "mine", "--push_to_hub"], here(hardware=CPU)))
     (problem,) = resolve(["--config", file], here(hardware=CPU, environment={})).problems
     assert (problem.subject, "HF_TOKEN" in problem.fix) == ("hub_token", True)
@@ -163,7 +163,7 @@ def test_a_hidden_token_is_asked_for_in_one_line(tmp_path):
     assert (typed.problems, typed["hub_token"]) == ((), "mine")
 
 
-def test_a_variable_that_is_secret_or_only_a_place_is_not_recorded(monkeypatch):
+def test_an_environment_variable_that_is_a_secret_or_a_path_is_not_recorded(monkeypatch):
     left_out = ["HF_TOKEN", "NCCL_SECRET", "TORCH_API_KEY", "HF_HOME", "TORCH_EXTENSIONS_DIR", "PATH"]
     monkeypatch.setattr(record, "first_environment", lambda: {**dict.fromkeys(left_out, "x"), "NCCL_DEBUG": "INFO"})
     assert record.environment() == {"NCCL_DEBUG": "INFO"}

@@ -131,7 +131,7 @@ def test_a_save_that_was_cut_short_loses_only_itself(stopped, found):
 
 @pytest.mark.parametrize("content", [None, "{", '{"settings": 3, "world_size": "two"}', "a bit"])
 def test_a_damaged_record_never_stops_a_run(content, another_run, stopped, found):
-    """Whose folder it is, its newest checkpoint says then."""
+    """Its newest checkpoint then says which run the folder belongs to."""
     replace(stopped, 2, another_run)
     file = stopped / "run.json"
     text = file.read_text().replace('"value": 0.001,', '"value": 0.003,', 1) if content == "a bit" else content
@@ -156,7 +156,7 @@ def test_the_newest_complete_checkpoint_is_the_runs_own(another_run, stopped):
 
 
 @pytest.mark.parametrize("flags", ["--label_smoothing_factor 0.1", "--seed 7", "--train_sampling_strategy sequential"])
-def test_a_changed_course_is_reported(flags, stopped, found):
+def test_a_resume_reports_settings_that_have_changed(flags, stopped, found):
     assert f"{flags.split()[0][2:]} was " in found(stopped, *SIX_STEPS, *flags.split()).notes
 
 
@@ -176,7 +176,7 @@ def test_a_run_killed_after_its_last_evaluation_reports_it_and_takes_no_step_mor
     assert (again.code, again.record["global_step"], again.record["status"]) == (0, 2, "finished")
 
 
-def test_more_steps_go_on_with_callbacks_of_this_start(tiny_model, texts, tmp_path):
+def test_a_resume_with_more_steps_uses_the_callbacks_of_its_own_flags(tiny_model, texts, tmp_path):
     """Trainer looks up the state of each callback."""
     none = "--logging_steps 1 --eval_strategy no --eval_steps 2".split()
     data = [*SPLIT, "--learning_rate", "1e-3"]
@@ -219,7 +219,7 @@ def test_data_with_other_contents_are_another_training(finished, asked, texts, t
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_the_model_that_adapters_began_with_must_be_as_it_was(name, tiny_model, texts, asked, tmp_path):
+def test_a_resume_of_adapters_on_a_changed_base_model_is_refused(name, tiny_model, texts, asked, tmp_path):
     """A checkpoint of adapters holds neither the base model's weights nor its configuration."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     flags = "--use_peft --max_steps 3 --save_steps 2 --logging_steps 1".split()
@@ -290,12 +290,12 @@ def test_a_model_that_was_not_trained_there_is_not_overwritten(asked, tiny_model
     assert "would overwrite the model" in refused(asked(model, model=model))
 
 
-def test_a_file_in_the_way(asked, tmp_path):
+def test_an_output_dir_below_a_file_is_refused(asked, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "cannot be written: Not a directory" in refused(asked(tmp_path / "file" / "deeper"))
 
 
-def test_another_run_is_writing_there(asked, tmp_path):
+def test_an_output_dir_that_another_run_is_writing_to_is_refused(asked, tmp_path):
     handle = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)  # as a run holds it
     try:
@@ -407,7 +407,7 @@ def test_a_repeated_start_from_a_named_checkpoint_goes_on_from_its_own_newest(be
     assert again.identity == read_record(folder)["run"]
 
 
-def test_before_its_first_checkpoint_or_on_another_course_it_begins_there_again(begun, begun_run, found):
+def test_a_run_without_a_checkpoint_or_with_another_seed_starts_at_the_named_one_again(begun, begun_run, found):
     (folder, named), start = begun, begun_run / "whole" / "checkpoint-2"
     assert found(folder, *other("--seed", "7"), *named).checkpoint == start
     assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == start
@@ -421,7 +421,7 @@ def test_a_named_checkpoint_overwrites_no_finished_run(begun, asked, finished, t
     assert look_ahead(asked(folder, *SIX_STEPS, *named))
 
 
-def test_what_was_given_up_is_never_taken_again(finished, found, tiny_model, texts, tmp_path):
+def test_a_checkpoint_given_up_for_an_earlier_one_is_never_resumed(finished, found, tiny_model, texts, tmp_path):
     """It went back to step 2 with another seed, and was killed before its first checkpoint."""
     (finished / "checkpoint-6" / "rng_state_1.pth").touch()
     given_up = shutil.copytree(at_step(finished, 6) / "checkpoint-6", tmp_path / "given-up")

@@ -142,7 +142,7 @@ def test_timings_of_another_training_are_not_mixed(tmp_path, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_sizes_share_the_largest_run_of_both_kinds_of_scaling():
+def test_strong_and_weak_scaling_share_the_run_at_the_largest_size():
     both = ("strong", "weak")
     found = [(point.num_processes, point.global_batch, point.series) for point in points([], both, sizes=[1, 2, 4])]
     expected = [(1, 16, both[:1]), (1, 4, both[1:]), (2, 16, both[:1]), (2, 8, both[1:]), (4, 16, both)]

@@ -116,7 +116,7 @@ def test_the_csv_holds_the_numbers_of_the_analysis(folder):
             )
 
 
-def test_the_text_says_band_cause_law_numbers_and_advice(folder):
+def test_the_text_report_says_verdict_cause_serial_fraction_numbers_and_advice(folder):
     text = " ".join((folder / "performance_report.txt").read_text().split())
     assert "0.70 times as fast as 1, 17.6% efficiency: negative scaling (quartiles" in text
     assert "Most of the lost time goes to communication: 190 ms" in text
@@ -139,7 +139,7 @@ def test_advice_comes_with_the_scale_run_command_that_tries_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["folder", "odd_folder"])
-def test_the_table_compiles_in_a_plain_article(name, request, tmp_path):
+def test_the_latex_table_compiles_in_a_plain_article(name, request, tmp_path):
     if not shutil.which("pdflatex"):
         pytest.skip("needs pdflatex")
     shutil.copy(request.getfixturevalue(name) / "summary_table.tex", tmp_path)
@@ -151,7 +151,7 @@ def test_the_table_compiles_in_a_plain_article(name, request, tmp_path):
     assert done.returncode == 0 and "Overfull" not in done.stdout, done.stdout
 
 
-def test_the_table_holds_a_row_for_each_size(folder):
+def test_the_latex_table_holds_a_row_for_each_size(folder):
     table = (folder / "summary_table.tex").read_text()
     assert len(re.findall(r"^\d+ &.*\\\\$", table, flags=re.M)) == 9
     assert r"4 & 25.20 [24.95, 25.83] & 127.0 & 0.70 & 17.6\% & negative scaling & 0.9200 \\" in table
@@ -227,7 +227,7 @@ def test_the_command_prints_verdicts_and_what_it_wrote(unpictured, tmp_path, cap
     assert str(output / "report.html") in printed
 
 
-def test_negative_scaling_is_marked_and_named_once(monkeypatch):
+def test_a_picture_marks_negative_scaling_and_names_it_once_in_its_legend(monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib import figure
 

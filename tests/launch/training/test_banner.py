@@ -16,5 +16,5 @@ from tests.support.runs import H100, Run, fsdp, machine, yaml
         (Run("--bf16 --fp16 false", yaml=fsdp()), "bf16 compute, float32 weights"),
     ],
 )
-def test_precision(run, begins, tmp_path, monkeypatch):
+def test_the_precision_line_names_compute_and_weight_types(run, begins, tmp_path, monkeypatch):
     assert precision(run.resolve(tmp_path, monkeypatch)).startswith(begins)

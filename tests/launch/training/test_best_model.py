@@ -42,7 +42,7 @@ def test_the_best_weights_are_saved_with_their_own_metrics_and_the_summary_says_
     assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 4: 1, 5: 1}  # none twice
 
 
-def test_a_last_model_without_evaluation_gets_one(tiny_model, texts, tmp_path):
+def test_a_last_step_that_was_not_evaluated_is_evaluated_at_the_end(tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path, *EVERY_SECOND, *"--max_steps 2 --eval_delay 3".split())
     assert list(evaluated(outcome)) == [2] and outcome.record["eval_loss"] == evaluated(outcome)[2][0]
 
@@ -62,7 +62,7 @@ def test_a_resumed_run_still_knows_the_best_also_in_a_folder_that_a_cloud_mounts
     assert again.record["model_step"] == 2
 
 
-def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, texts, tmp_path):
+def test_a_best_step_without_checkpoint_is_warned_of_and_the_summary_says_so(tiny_model, texts, tmp_path):
     flags = f"--eval_strategy steps --eval_steps 1 --save_steps 2 --max_steps 2 {SPLIT} --learning_rate 1e-3".split()
     outcome = train_here(tiny_model, texts, tmp_path, *flags, *FIRST_IS_BEST)
     assert "is 2: fewer models are saved than evaluated" in outcome.output

@@ -48,7 +48,7 @@ def trained(request, tiny_model, tmp_path_factory):
     return kind, first, train_here(tiny_model, data, folder / "out", *flags, "4", "--problem_type", kind), folder
 
 
-def test_the_data_line_the_record_and_the_saved_model_know_what_is_learned(trained):
+def test_the_banner_run_json_and_saved_config_name_the_problem_type_and_its_outputs(trained):
     kind, outcome, _, folder = trained
     assert outcome.code == 0 and outcome.record["settings"]["problem_type"]["value"] == kind
     assert SHOWN[kind] in outcome.output and outcome.record["classes"] == OUTPUTS[kind]
@@ -89,7 +89,7 @@ def test_the_eval_loss_is_that_of_the_saved_model_in_plain_transformers(trained)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["memory", "memory_zero3"])
-def test_deepspeed_does_not_round_the_numbers_to_learn(recipe, tiny_model, tmp_path):
+def test_deepspeed_does_not_round_the_labels_of_a_regression(recipe, tiny_model, tmp_path):
     """Trainer casts all floats of a batch to bf16 for it: 1001 would be learned as 1000."""
     data = written(tmp_path, lambda n: 1001.0 + n % 2)
     flags = [*TASK, "--max_steps", "1", "--logging_steps", "1"]

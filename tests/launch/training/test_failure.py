@@ -11,7 +11,7 @@ from tests.support.running import model_flags, train_here
 POSITIONS = 256  # of the tiny model, which no recipe's max_length may exceed
 
 
-def test_what_fails_after_the_training_is_one_note(monkeypatch, tiny_model, texts, tmp_path):
+def test_an_error_after_the_training_is_a_note_and_the_run_is_finished(monkeypatch, tiny_model, texts, tmp_path):
     def fail(*_):
         raise RuntimeError("something broke\nin many lines")
 

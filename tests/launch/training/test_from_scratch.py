@@ -77,7 +77,7 @@ def test_other_engines_and_worlds_start_with_the_same_weights(recipe, processes,
     assert losses(outcome) == pytest.approx(losses(one_process[0]), rel=1e-5)
 
 
-def test_a_quantised_models_shape_is_trained_in_full(tmp_path):
+def test_from_scratch_ignores_the_quantization_config_of_a_model(tmp_path):
     described(tmp_path, CONFIGS["llama"])
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -87,7 +87,7 @@ def test_a_quantised_models_shape_is_trained_in_full(tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_the_tokenizer_fits_the_vocabulary(tmp_path):
+def test_a_tokenizer_larger_than_the_models_vocab_size_is_refused(tmp_path):
     described(tmp_path, LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 258}))
     found = problem(run_with(str(tmp_path), from_scratch=True))
     assert found.subject == "from_scratch" and found.fix == "set vocab_size 260 in the model's config.json"

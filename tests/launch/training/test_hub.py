@@ -60,12 +60,12 @@ def test_the_repository_that_trainer_pushes_to_is_there_before_the_run(hub, tmp_
 
 
 @pytest.mark.parametrize(("name", "token", "says"), [("bob/his", "hf_write", "403"), ("new", "hf_nobody", "401")])
-def test_what_the_hub_refuses_is_its_own_sentence_with_a_fix(name, token, says, hub):
+def test_a_push_that_the_hub_refuses_is_reported_with_the_status_code_and_a_fix(name, token, says, hub):
     with pytest.raises(UserError, match=f"push_to_hub: .*{says}.* Fix: run `hf auth login`"):
         asked(name, token)
 
 
-def test_a_run_ends_before_it_reads_its_data(hub, tiny_model, texts, tmp_path):
+def test_a_run_whose_push_the_hub_refuses_ends_before_it_reads_its_data(hub, tiny_model, texts, tmp_path):
     flags = "--push_to_hub --hub_model_id bob/new --hub_token hf_write".split()
     outcome = train_here(tiny_model, texts, tmp_path, *flags)
     assert outcome.code == 2 and "push_to_hub: " in outcome.output

@@ -71,7 +71,7 @@ def test_tokenizer_without_padding_pads_with_eos(tmp_path):
         ("bert", {}, "is an encoder"),
     ],
 )
-def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, message, request, monkeypatch):
+def test_a_hub_model_that_does_not_fit_the_run_is_refused_by_its_config(kind, settings, message, request, monkeypatch):
     run = run_with(request.getfixturevalue(kind), **settings)
     monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
     run = replace(run, place=replace(run.place, packages=frozenset()))  # of another machine, without these files
@@ -139,7 +139,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(case, folder):
     assert says in str(raised.value) and "\n" not in str(raised.value.problems[0])
 
 
-def test_hub_out_of_reach():
+def test_a_hub_model_out_of_reach_is_refused_with_the_login_command():
     assert "`hf auth login`" in problem(run_with("somebody/something")).fix
 
 
@@ -159,7 +159,7 @@ def test_weights_that_are_missing_are_noted_and_a_new_head_is_not(folder, capsys
 NORMED = torch.nn.Sequential(torch.nn.Embedding(260, 8), torch.nn.BatchNorm1d(8))
 
 
-def test_a_lone_example_is_refused():
+def test_a_micro_batch_of_1_is_refused_for_a_model_with_batch_norm():
     def judged(model, micro):
         settings = {"task": "sequence_classification", "per_device_train_batch_size": micro}
         require_batches_for_batch_norm(run_with(**settings), model)
@@ -180,21 +180,21 @@ def test_only_adapters_are_trained(kind, request):
     assert trainable(model) and all("lora_" in name for name in trainable(model))
 
 
-def test_adapters_where_asked_or_a_name_that_there_is(llama):
+def test_adapters_are_put_on_lora_target_modules_and_an_unknown_module_is_refused(llama):
     model = load(run_with(llama, use_peft=True, lora_target_modules=["q_proj", "v_proj"]))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} == {"q_proj", "v_proj"}
     found = problem(run_with(llama, use_peft=True, lora_target_modules=["q_proj", "qkv"]))
     assert found.what == "the model has no module qkv" and "q_proj" in found.fix
 
 
-def test_adapters_that_peft_refuses_are_one_line(tmp_path):
+def test_adapters_that_peft_refuses_are_a_mistake_in_use_peft_with_a_fix(tmp_path):
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
     name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
     found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
     assert found.subject == "use_peft" and "--lora_dropout 0" in found.fix
 
 
-def test_adapters_learn_with_checkpointing(llama):
+def test_adapters_get_gradients_under_gradient_checkpointing(llama):
     model = load(run_with(llama, use_peft=True, gradient_checkpointing=True))
     model.gradient_checkpointing_enable({"use_reentrant": True})  # the variant that needs inputs with gradients
     loss_of(model.train()).backward()

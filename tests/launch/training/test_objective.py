@@ -61,7 +61,7 @@ def test_an_example_that_only_fills_up_a_batch_counts_nothing(case):
     assert torch.isfinite(logits.grad).all() and not logits.grad[4:].any()
 
 
-def test_items_are_examples_whatever_their_labels(case):
+def test_items_in_a_batch_are_its_examples_whatever_number_their_label_is(case):
     labels = case[3].clone()
     assert int(countable({"labels": labels})["labels"].ne(IGNORED).sum()) == 6  # -100.0 is a number to learn
     labels[5] = filler(labels)
@@ -104,7 +104,7 @@ def test_the_averages_are_those_of_scikit_learn_and_a_class_that_nobody_predicts
     assert outcome["precision_macro"] == expected
 
 
-def test_several_labels_are_each_as_likely_as_not_at_0():
+def test_a_multi_label_logit_above_0_predicts_its_label():
     logits, right = np.array([[1.0, -1.0], [1.0, 1.0]]), np.array([[1.0, 0.0], [0.0, 1.0]])
     outcome = figures("multi_label_classification", logits, right)
     assert (outcome["accuracy"], outcome["f1_micro"]) == (0.5, pytest.approx(0.8))
@@ -119,6 +119,6 @@ def test_several_labels_are_each_as_likely_as_not_at_0():
     ],
     ids=["three", "without variance", "one"],
 )
-def test_the_errors_of_a_regression(predicted, right, expected):
+def test_regression_metrics_are_mse_mae_and_r2(predicted, right, expected):
     outcome = figures("regression", np.array(predicted)[:, None], np.array(right))
     assert tuple(outcome[name] for name in ("mse", "mae", "r2")) == pytest.approx(expected)

@@ -67,7 +67,7 @@ def examples(folder) -> dict[int, list[str]]:
     ],
     ids=["ddp", "lora", "zero2", "zero3", "zero2-lora", "fsdp2"],
 )
-def test_four_processes_then_two_then_one_then_three(recipe, more, train):
+def test_a_run_of_4_processes_resumed_by_2_then_1_then_3_trains_as_if_never_stopped(recipe, more, train):
     whole, there = train(recipe, *more)
     outcome, here = train(recipe, *more, worlds=(4, 2, 1, 3), stops=(3, 7, 11))
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
@@ -103,7 +103,7 @@ def test_an_evaluation_before_the_last_batch_of_an_epoch_changes_nothing(train):
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
 
-def test_more_groups_that_divide_the_model_among_them(train, tmp_path):
+def test_a_tensor_parallel_run_resumes_with_more_replicas(train, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))
     whole, _ = train("standard", "--deepspeed", str(file), worlds=(2,))

@@ -33,7 +33,7 @@ def flags(tmp_path_factory) -> list[str]:
 # --- The report ----------------------------------------------------------------------------------
 
 
-def test_it_says_what_was_short_and_which_attempt_is_next(flags, tmp_path):
+def test_the_report_names_the_memory_that_was_short_and_the_next_attempt(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "8", "--memory_limit", str(AMONG_8)]
     outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory") and "Traceback" not in outcome.output

@@ -40,6 +40,6 @@ def test_mfu_is_not_claimed_where_the_formula_does_not_hold(settings):
 
 
 @pytest.mark.parametrize(("optim", "bytes_each"), [("adamw_torch", 8), ("sgd", 0), ("lion_32bit", 4)])
-def test_a_checkpoint_holds_what_is_trained_and_what_its_optimizer_keeps(optim, bytes_each):
+def test_the_size_of_a_checkpoint_counts_trained_weights_and_optimizer_state(optim, bytes_each):
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     assert saved_bytes(model, run_on(Hardware(), optim=optim)) == (4 + 4 + bytes_each) * COMPUTED

@@ -67,12 +67,12 @@ def test_packing_that_was_asked_for_is_refused_if_the_model_mixes_examples(tmp_p
     assert problem(run_with(mixes, **settings)).subject == "packing"
 
 
-def test_flash_attention_keeps_apart_what_attention_mixes_and_not_what_a_state_does():
+def test_flash_attention_separates_examples_in_an_attention_model_but_not_in_a_mamba_hybrid():
     assert packs(OPT, attn_implementation="flash_attention_2", recipe="fast") and not packs(OPT, recipe="fast")
     assert not packs(JAMBA, attn_implementation="flash_attention_2", recipe="fast")
 
 
-def test_a_model_that_cannot_be_tried_packs_nothing(monkeypatch):
+def test_a_model_too_large_to_be_tried_is_not_packed_and_explicit_packing_is_refused(monkeypatch):
     monkeypatch.setattr(separate, "_MOST_WEIGHTS", 0)
     run, (advice,) = with_separate_examples(run_with("somebody/model", recipe="fast"), APART[1])
     assert not run["packing"] and "it is unknown whether" in advice.what

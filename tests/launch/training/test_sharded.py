@@ -83,7 +83,7 @@ def test_adapters_train_as_under_ddp(four_bits, dora, both):
 
 
 @pytest.mark.slow
-def test_the_best_model_is_that_of_one_checkpoint(sharded):
+def test_all_ranks_load_the_best_model_from_the_same_checkpoint(sharded):
     """Ranks that disagree which one is the best would each load a half of another model."""
     best = ["--load_best_model_at_end", "--save_total_limit", "3"]
     outcome, folder = sharded(*HELD_OUT, *EVERY_SECOND_STEP, *best, steps=6)

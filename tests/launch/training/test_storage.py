@@ -52,7 +52,7 @@ FAILURES = {  # the system's words, and the start of the remedy; run.json cannot
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_save_that_the_disk_does_not_take_is_one_line(name, monkeypatch, disk, tiny_model, texts):
+def test_a_save_to_a_full_or_read_only_disk_fails_in_one_line_and_resumes(name, monkeypatch, disk, tiny_model, texts):
     (happens, what, remedy), save = FAILURES[name], Trainer._save_optimizer_and_scheduler
 
     def save_later(trainer, folder):
@@ -85,7 +85,7 @@ def test_a_full_shared_memory_is_known_by_its_words(words, tmp_path):
     assert remedy.startswith("Make /dev/shm larger")
 
 
-def test_the_cause_of_an_error_counts_and_any_other_error_keeps_its_traceback(tmp_path):
+def test_an_error_is_a_storage_failure_if_its_cause_is_one_and_otherwise_not(tmp_path):
     error = ValueError("the file cannot be read")
     assert storage_failure(error, tmp_path) is None
     error.__cause__ = OSError(24, "Too many open files", "data.jsonl")

@@ -70,7 +70,7 @@ def test_other_workers_begin_another_round_and_it_is_said(tiny_model, data, tmp_
     assert (places["workers"], places["round"]) == (2, 2)  # three steps were in the second round
 
 
-def test_a_row_that_breaks_it_leaves_the_checkpoint_and_goes_on_once_mended(tiny_model, tmp_path, watched):
+def test_a_run_ended_by_a_malformed_row_resumes_from_its_checkpoint_once_that_is_mended(tiny_model, tmp_path, watched):
     data = tmp_path / "data"
     data.mkdir()
     rows = [json.dumps({"text": f"row {row}", "source": "b" * 9_000}) for row in range(1_300)]  # read 10 MB at once
@@ -90,7 +90,7 @@ def test_a_row_that_breaks_it_leaves_the_checkpoint_and_goes_on_once_mended(tiny
 
 
 @pytest.mark.slow
-def test_two_ranks_see_other_examples_and_resume(tiny_model, data, tmp_path):
+def test_two_ranks_resume_a_stream_with_the_losses_of_an_unstopped_run(tiny_model, data, tmp_path):
     more = "--dataloader_num_workers 2 --lr_scheduler_type constant"
     flags = [*model_flags(tiny_model, data), *STREAM, *more.split()]
     whole = launch_quickly(*flags, "--max_steps", "8", output=tmp_path / "whole")

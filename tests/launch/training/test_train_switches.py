@@ -16,7 +16,7 @@ DORA = ["--use_peft", "--use_dora"]
 @pytest.mark.parametrize(
     "switch", ["--optim adamw_bnb_8bit", "--use_peft --lora_r 2", "--use_peft --load_in_4bit --recipe fast"]
 )
-def test_the_model_or_its_adapter_learns(switch, tiny_model, texts, tmp_path):
+def test_the_loss_falls_with_8_bit_adam_lora_and_qlora(switch, tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path, *STEPS, *switch.split())
     assert losses(outcome)[-1] < losses(outcome)[0]
     adapts = "--use_peft" in switch
@@ -50,7 +50,7 @@ def test_dora_trains_a_magnitude_for_each_output(four_bits, tiny_model, texts, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "more"), [("memory", ()), ("memory", ("--load_in_4bit",)), ("memory_zero3", ())])
-def test_dora_trains_under_zero(recipe, more, tiny_model, texts, tmp_path):
+def test_dora_trains_under_deepspeed_zero(recipe, more, tiny_model, texts, tmp_path):
     flags = ["--recipe", recipe, *model_flags(tiny_model, texts), *STEPS, *DORA, *more]
     outcome = launch_quickly(*flags, output=tmp_path, config=f"{recipe}.yaml")
     assert outcome.code == 0 and losses(outcome)[-1] < losses(outcome)[0]
@@ -58,7 +58,7 @@ def test_dora_trains_under_zero(recipe, more, tiny_model, texts, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapts", [False, True])
-def test_layers_that_are_compiled_once_train_save_and_resume_as_uncompiled_ones(adapts, tiny_model, texts, tmp_path):
+def test_regional_compilation_trains_saves_and_resumes_as_without_it(adapts, tiny_model, texts, tmp_path):
     torch.compiler.reset()  # another test of this process may have compiled the same layers
     (counters := torch._dynamo.utils.counters).clear()
     flags = ["--recipe", "fast", *STEPS[2:], "--lr_scheduler_type", "constant", *["--use_peft"] * adapts, "--max_steps"]

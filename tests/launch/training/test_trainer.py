@@ -39,13 +39,13 @@ def built(flags, model, tokenized_from) -> RecipeTrainer:
     )
 
 
-def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):
+def test_gradient_as_bucket_view_and_ddp_comm_hook_reach_ddp(tiny_model, texts, tmp_path):
     flags = ["--recipe", "fast", "--ddp_comm_hook", "fp16", "--output_dir", str(tmp_path)]
     handler = built(flags, tiny_model, texts).accelerator.ddp_handler
     assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
 
 
-def test_label_smoothing_asks_for_the_next_token_whatever_the_models_class_is_called(tiny_model, texts, tmp_path):
+def test_label_smoothing_shifts_the_labels_whatever_the_models_class_is_called(tiny_model, texts, tmp_path):
     """FSDP2 calls it FSDPLlamaForCausalLM, which Trainer takes for no language model."""
     flags = ["--label_smoothing_factor", "0.1", "--output_dir", str(tmp_path), "--use_cpu", "true"]
     trainer = built(flags, tiny_model, texts)

@@ -100,7 +100,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("content", "said"), FAILURES, ids=["an error", "a signal"])
-def test_a_torch_that_cannot_be_imported_is_the_answer(content, said, home, tmp_path):
+def test_a_torch_that_cannot_be_imported_is_an_error_with_a_fix(content, said, home, tmp_path):
     """Also where an answer of another torch is kept."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(content)

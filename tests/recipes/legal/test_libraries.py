@@ -65,6 +65,6 @@ SECTIONS = {  # of an Accelerate YAML: the launcher's flags, of which some may l
 }
 
 
-def test_names_are_those_that_the_libraries_take():
+def test_each_set_of_known_names_includes_one_that_the_libraries_take():
     assert not {of: name for of, name in NAMES.items() if name not in legal.names(of)}
     assert not {of for of, keys in SECTIONS.items() if not set(keys.split()) <= legal.accelerate_nested_keys(of)}

@@ -92,7 +92,7 @@ def test_two_replayed_steps_have_the_peak_that_the_arithmetic_finds(name, flags)
     assert requests_of(memory, states).replay().peak_allocated == pytest.approx(states.allocated, rel=0.02)
 
 
-def test_a_piece_that_is_just_large_enough_may_be_too_small_on_a_card():
+def test_a_cached_block_of_exactly_the_size_is_not_counted_on_for_reserved_memory():
     exact = Requests()
     exact.free([exact.allocate(100 * MIB)])
     exact.loaded = len(exact.events)

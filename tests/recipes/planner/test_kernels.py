@@ -64,8 +64,8 @@ def test_a_fused_kernel_runs_depending_on_card_dtype_groups_mask_and_heads(card,
         (GROUPED, Case(2, 256, attention="eager", dtype="bfloat16")),
     ],
 )
-def test_eager_attention_is_planned_as_what_it_keeps(config, case):
-    """But that the backward of CUDA's softmax makes one more of the matrices."""
+def test_the_planned_peak_with_eager_attention_is_that_of_the_real_model(config, case):
+    """Except that the backward of CUDA's softmax makes one more attention matrix."""
     traced, real = trace(config, case), of_real_model(config, case)
     assert traced.kernels == {EAGER}
     matrix = case.batch * config.num_attention_heads * case.length**2 * 4
@@ -115,7 +115,7 @@ def test_ligers_loss_is_planned_where_it_is_asked_for():
     assert not Estimator(GPTNeoXConfig(**_WIDTHS)).liger(run_of("standard", *with_liger))
 
 
-def test_before_8_0_liger_makes_the_gradient_of_the_head_in_fp32_beside_itself():
+def test_on_cards_below_capability_8_0_liger_takes_a_second_head_gradient_in_fp32():
     old, new = (trace(WORDS, Case(2, 64, autocast="float16", liger=True, capability=card)) for card in (T4, A100))
     assert peak(old) > peak(new)
 
@@ -138,7 +138,7 @@ def folder(tmp_path_factory):
     ("mixed", "four_bits", "dora", "dropout", "checkpointing"),
     [(False, True, False, 0.1, False), (True, True, False, 0.0, True), (True, False, True, 0.1, False)],
 )
-def test_a_trace_with_adapters_keeps_the_real_models_tensors(mixed, four_bits, dora, dropout, checkpointing, folder):
+def test_a_trace_with_adapters_has_the_real_models_peak(mixed, four_bits, dora, dropout, checkpointing, folder):
     chosen = {"load_in_4bit": four_bits, "lora_dropout": dropout, "gradient_checkpointing": checkpointing}
     run = run_with(folder, use_peft=True, use_dora=dora, max_length=128, bf16=mixed, **chosen)
     with silence():

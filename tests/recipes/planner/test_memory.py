@@ -82,7 +82,7 @@ def test_zero_3_fetches_a_whole_layer_of_experts():
 
 
 @pytest.mark.parametrize(("stage", "per_parameter"), [(1, 12), (2, 12), (3, 11)])
-def test_zeros_update_holds_what_two_real_ranks_hold(stage, per_parameter):
+def test_the_update_of_deepspeed_zero_takes_the_memory_read_on_two_real_ranks(stage, per_parameter):
     """Weights, fp32 copies and moments; a share's gradients, one flat copy, and one in fp32.
 
     Two ranks of DeepSpeed 0.19.8 on a CPU held 12.0, 12.0 and 11.1 bytes a parameter, ZeRO-3 with a
@@ -99,7 +99,7 @@ def test_zeros_update_holds_what_two_real_ranks_hold(stage, per_parameter):
 
 
 @pytest.mark.parametrize(("flags", "copies"), [((), 2), (("--accelerator_config", EACH), 1)], ids=["once", "each"])
-def test_accumulated_gradients_are_beside_bucket_views_only_if_they_are_exchanged_once(flags, copies):
+def test_accumulated_gradients_double_under_bucket_views_unless_each_batch_syncs(flags, copies):
     run = run_of("standard", "--gradient_as_bucket_view", "true", *flags, world=2)
     found = Memory(run, Weights(10**9, 10**9), accumulation=4).gpu
     assert found.gradients + found.buffers == copies * 4 * 10**9
@@ -124,21 +124,21 @@ def test_without_sync_each_batch_a_step_of_several_micro_batches_holds_all_gradi
     assert once == pytest.approx(2 * 10**9, rel=0.01)
 
 
-def test_weights_in_4_bits_are_shared_but_not_their_scales():
+def test_fsdp_shards_weights_in_4_bits_but_not_their_scales():
     two, four = (sharded(*IN_4_BITS, world=world, micro=16).gpu.parameters for world in (2, 4))
     packed = 12 * (4 * 128 * 128 + 3 * 128 * 256)
     assert two - four > packed * 0.5 / 4
     assert four > packed / 16
 
 
-def test_offload_leaves_only_what_is_gathered(engine):
+def test_fsdp_offload_moves_parameters_gradients_and_optimizer_to_ram(engine):
     found = sharded(engine=engine("sharded", "offload_params: false", "offload_params: true"))
     weights = weigh(DEEP, "causal_lm")
     assert (found.optimizer, found.gpu.gradients) == (0, pytest.approx(0, abs=2 * weights.largest_layer))
     assert found.host_bytes == 16 * weights.total  # parameters, gradients and two moments of all eight GPUs
 
 
-def test_fsdps_own_checkpointing_is_as_good_as_trainers(engine):
+def test_fsdp_activation_checkpointing_saves_as_much_memory_as_trainers_checkpointing(engine):
     own = engine("sharded", "_version: 2", "_version: 2\n  fsdp_activation_checkpointing: true")
     assert sharded(engine=own).gpu == sharded("--gradient_checkpointing", "true").gpu
 
@@ -180,7 +180,7 @@ HALF = ("--dtype", "bfloat16")
         ("sharded", (), WHOLE, 16, OFFLOAD, (4 + 8) / 2 + 4),
     ],
 )
-def test_a_node_holds_loading_offload_and_saves(recipe, flags, weights, world, change, billions, engine):
+def test_planned_ram_covers_loading_offload_and_saving(recipe, flags, weights, world, change, billions, engine):
     file = engine(recipe, *change) if change else recipe
     run = run_of(recipe, "--bf16", "true", *flags, world=world, local=8, engine=file)
     assert Memory(run, weights).host_bytes / BILLION == pytest.approx(billions)

@@ -46,7 +46,7 @@ def test_a_command_leaves_the_model_to_the_user_only_if_nothing_names_it(tmp_pat
         assert plan.command.count("--model_name_or_path") == named.count("--model_name_or_path")
 
 
-def test_checkpointing_is_preferred_to_offload_and_said(capsys):
+def test_gradient_checkpointing_is_recommended_rather_than_offload_and_printed(capsys):
     words = ["--model", "8B", "--gpu", "A100 40GB", "--num_processes", "8", "--max_length", "4096"]
     assert main(["plan", *words]) == 0
     printed = capsys.readouterr().out
@@ -107,7 +107,7 @@ def steps(*argv, config=LARGE, gpu_memory=SMALL_CARD, **named):
     return plan.next_steps
 
 
-def test_steps_are_whole_commands_in_the_order_to_try_them():
+def test_next_steps_are_whole_commands_in_the_order_to_try_them():
     found = planned("--max_length", "128", config=LARGE, gpu_memory=SMALL_CARD).next_steps
     order = ["gradient_checkpointing", "adamw_bnb_8bit", "memory", "use_peft", "load_in_4bit"]
     places = [next(i for i, step in enumerate(found) if word in step.words) for word in order]
@@ -119,7 +119,7 @@ def test_steps_are_whole_commands_in_the_order_to_try_them():
         assert entry.fits == step.planned.fits
 
 
-def test_a_recipe_that_is_not_legal_says_why_and_its_step_leaves_the_flag_out():
+def test_a_refused_recipe_says_why_and_its_next_step_leaves_the_refused_flag_out():
     plan = planned("--optim", "adamw_bnb_8bit", "--max_length", "128", config=LARGE, gpu_memory=SMALL_CARD)
     assert {entry.name for entry in plan.recipes} == {"fast", "standard"}
     assert "replaced by DeepSpeedCPUAdam" in plan.refused["memory"]
@@ -139,7 +139,7 @@ def test_a_micro_batch_that_does_not_fit_gives_way_to_the_largest_that_does_at_t
     assert run.batch.micro > 1 and not as_printed(twice, 4)[1].fits
 
 
-def test_liger_is_a_step_where_only_the_logits_are_too_much():
+def test_liger_is_a_next_step_where_only_the_logits_do_not_fit():
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     llama = LlamaConfig(**shape, vocab_size=64_000)
     plan = planned("--max_length", "2048", config=llama, gpu_memory=1.88, recipe="standard")
@@ -150,7 +150,7 @@ def test_liger_is_a_step_where_only_the_logits_are_too_much():
     assert not any(step.planned.fits for step in before)
 
 
-def test_where_only_offload_fits_other_settings_do_without_and_adapters():
+def test_where_only_offload_fits_next_steps_avoid_it_without_and_with_adapters():
     plan = planned("--max_length", "128", config=LARGE, gpu_memory=2.38)
     assert plan.recommended == "memory" and [step.adapters for step in plan.next_steps] == [False, True]
     for step in plan.next_steps:
@@ -169,7 +169,7 @@ def test_advice_to_change_the_recipe_leaves_the_accelerate_yaml_out():
 
 
 @pytest.mark.parametrize("flags", [[], ["--use_peft", "--load_in_4bit"]])
-def test_no_step_is_the_request_or_another_step_and_each_saves(flags):
+def test_each_next_step_differs_from_the_request_and_from_the_others_and_saves_memory(flags):
     argv = ["--gradient_checkpointing", "true", *flags]
     asked = run_of("sharded", "--max_length", "128", *argv)
     names = ("gradient_checkpointing", "use_peft", "load_in_4bit", "max_length", "optim", "dtype", "use_liger_kernel")

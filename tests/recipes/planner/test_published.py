@@ -14,16 +14,16 @@ def context(name: str, world: int = 1):
 
 
 @pytest.mark.parametrize(("card", "mib"), [("Tesla T4", 141), ("A100", 426)])
-def test_a_card_that_others_have_read_takes_what_they_read(card, mib):
+def test_a_card_with_a_published_cuda_context_takes_that_size(card, mib):
     found = context(card)
     assert round(found.bytes / MIB) == mib and found.source.startswith("published for ")
 
 
 @pytest.mark.parametrize("card", ["NVIDIA L4", "a GPU of 24 GB"])
-def test_another_card_takes_the_most_that_was_read_and_says_so(card):
+def test_a_card_without_a_published_context_takes_the_largest_known_and_says_so(card):
     found = context(card)
     assert found.bytes == 770 * MIB and found.source.startswith("the largest known value, measured on an H200 (")
 
 
-def test_several_processes_have_nccl_too():
+def test_several_processes_take_the_memory_of_nccl_too():
     assert context("NVIDIA H200", world=2).bytes == (770 + 546) * MIB

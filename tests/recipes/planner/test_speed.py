@@ -31,7 +31,7 @@ EACH = ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_ba
 
 
 @pytest.mark.parametrize(("recipe", "flags", "times"), [("standard", [], 1), ("standard", EACH, 4), ("memory", [], 4)])
-def test_gradients_are_exchanged_once_a_step_or_in_each_micro_batch(recipe, flags, times):
+def test_only_ddp_without_sync_each_batch_sends_gradients_once_a_step(recipe, flags, times):
     assert exchanges(run_of(recipe, *flags, world=2, hardware=CPU), 4) == times
 
 
@@ -76,7 +76,7 @@ def test_computing_hides_what_is_sent_meanwhile(recipe, hides):
 # --- Offload and sharding -------------------------------------------------------------------------
 
 
-def test_gradients_cross_pcie_in_fp32_and_sums_of_them_both_ways_and_adam_takes_what_deepspeed_published():
+def test_zero_offload_takes_its_pcie_traffic_and_cpu_adam_at_deepspeeds_published_speed():
     """With ZeRO-2 weights come back in bf16, and sums of gradients do not cross the first time.
 
     Parameters that are offloaded cross twice in each micro-batch, as do sums with ZeRO-3.

@@ -86,7 +86,7 @@ CASES = {
     "case", [pytest.param(c, marks=() if c in ("autocast", "checkpointing") else slow) for c in CASES]
 )
 @pytest.mark.parametrize("name", DEEP)
-def test_small_traces_give_every_depth_and_batch(name, case):
+def test_a_trace_of_few_layers_and_rows_gives_that_of_more_layers_and_rows(name, case):
     shallow = trace_shallow(DEEP[name], weigh(DEEP[name], "causal_lm"), Case(1, 64, copies=11, **CASES[case]))
     whole = trace(DEEP[name], Case(8, 64, **CASES[case]))
     found = at_batch(shallow, 11, 8)
@@ -149,7 +149,7 @@ def of_real_model(config, case: Case, padding: int = 8) -> int:
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_trace_takes_what_a_real_micro_batch_takes(name, autocast):
+def test_a_trace_has_the_peak_memory_of_a_real_micro_batch(name, autocast):
     task = "sequence_classification" if name == "bert" else "causal_lm"
     case = Case(2, 64, task, autocast=autocast)
     planned, real = peak(trace(FAMILIES[name], case)), of_real_model(FAMILIES[name], case)
@@ -160,7 +160,7 @@ LOOPS = {"mamba": 100, "jamba": 100, "qwen3_next": 384}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_only_models_that_loop_over_a_sequence_are_traced_by_short_ones(name):
+def test_only_models_that_loop_over_a_sequence_are_traced_with_shorter_sequences(name):
     assert bool(short_lengths(FAMILIES[name], Case(2, 1024))) == (name in LOOPS)
 
 
@@ -185,7 +185,7 @@ WORDY = LlamaConfig(**{**_GROUPED, "vocab_size": 16_000})
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_planned_micro_batch_and_evaluation_take_what_trainers_own_take(rows, kind, tmp_path):
+def test_planned_training_and_evaluation_peaks_are_those_of_trainer(rows, kind, tmp_path):
     flags = ("--max_length", "64", "--use_cpu", "true", "--fp16", "false", "--eval_strategy", "steps")
     flags += ("--per_device_eval_batch_size", str(rows))
     run = run_of("standard", *flags, *KINDS[kind], hardware=CPU)

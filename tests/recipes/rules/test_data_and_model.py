@@ -155,7 +155,7 @@ def test_a_bert_without_its_tokenizer_knows_no_word(tmp_path):
     assert_fires("the_folder_holds_a_model", {"model_name_or_path": str(tmp_path)})
 
 
-def test_an_adapter_on_the_head_is_outside_of_the_heads_weight():
+def test_lora_on_the_head_gets_no_gradient_from_a_loss_that_reads_lm_head_weight():
     """Liger's fused loss multiplies the hidden states by `lm_head.weight`, as this test does."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -195,14 +195,14 @@ def test_gemma_4_has_global_layers_with_heads_of_512(kind, tmp_path):
         (4, A100, NO_FLASH, ["error"], "flash_attention_2"),
     ],
 )
-def test_newer_flash_attention_is_for_newer_cards(version, card, missing, severity, fix, tmp_path, monkeypatch):
+def test_flash_attention_3_and_4_need_a_supported_card(version, card, missing, severity, fix, tmp_path, monkeypatch):
     asked = f"--attn_implementation flash_attention_{version} --bf16"
     run = Run(asked, hardware=machine(card), missing=missing).resolve(tmp_path, monkeypatch)
     found = list(attention_fits_the_machine(run))
     assert ([problem.severity for problem in found], "".join(problem.fix for problem in found)) == (severity, fix)
 
 
-def test_a_script_of_ones_own_loads_its_own_model():
+def test_a_script_that_loads_its_own_model_need_not_name_one():
     run = resolve([], here(trained_by="script"), settings={"task": "causal_lm", "max_length": 4096})
     assert not check(run)
 

@@ -156,7 +156,7 @@ LEGAL_AFTER_ALL = [
 
 
 @pytest.mark.parametrize("type_", ["'NO'", "MULTI_CPU"])
-def test_no_and_multi_cpu_start_one_process(type_, write_yaml, monkeypatch):
+def test_distributed_type_no_and_multi_cpu_start_one_process(type_, write_yaml, monkeypatch):
     from accelerate.commands import launch
 
     started = []
@@ -206,7 +206,7 @@ SECTIONS_OF_ANOTHER_TYPE = [
 
 
 @pytest.mark.parametrize("section", SECTIONS_OF_ANOTHER_TYPE, ids=lambda lines: lines[0])
-def test_a_section_of_another_type_changes_nothing(section, write_yaml):
+def test_a_yaml_section_of_another_distributed_type_changes_no_launch_variable(section, write_yaml):
     plain = launched(write_yaml("MULTI_GPU"))
     file = write_yaml("MULTI_GPU", *section)
     assert launched(file) == plain
@@ -258,7 +258,7 @@ def test_three_processes_on_two_machines_start_one_each(write_yaml):
     assert_fires("machines_share_the_processes", {"global_batch_size": 12}, world=3, config=file)
 
 
-def test_machines_without_an_address_look_for_one_named_none(write_yaml):
+def test_machines_without_main_process_ip_look_for_a_host_named_none(write_yaml):
     file = write_yaml("MULTI_GPU", "num_machines: 2", "machine_rank: 1")
     assert torchrun_arguments(file).rdzv_endpoint == "None:29500"
     assert_fires("machines_share_the_processes", {}, world=2, config=file)
@@ -312,7 +312,7 @@ def test_zero3_saves_no_weights_unless_it_is_told_to_gather_them(zero_trained):
 
 
 @pytest.mark.slow
-def test_zero2_leaves_parameters_alone_that_it_was_told_to_offload(zero_trained, write_yaml):
+def test_zero2_does_not_offload_parameters_despite_offload_param(zero_trained, write_yaml):
     in_shards = zero_trained["in shards"]
     assert in_shards["zero3"] and not in_shards["zero2"]
     file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 2", "  offload_param_device: cpu")

@@ -109,7 +109,7 @@ REFUSED = [*BY_LAUNCHER, *BY_ARGUMENTS, *BY_FSDP, *BY_DEEPSPEED, *BY_DEFAULT, *B
 
 
 @pytest.mark.parametrize(("run", "subject", "sentence"), REFUSED, ids=[case[2][:40] for case in REFUSED])
-def test_the_library_says_what_it_refuses(run, subject, sentence, tmp_path, monkeypatch):
+def test_a_librarys_refusal_is_reported_in_its_words(run, subject, sentence, tmp_path, monkeypatch):
     found = probe(run.resolve(tmp_path, monkeypatch))
     assert any(sentence in problem.what for problem in found), found
     assert subject in [problem.subject for problem in found if sentence in problem.what]
@@ -183,7 +183,7 @@ LEFT_OUT_RIGHTLY = [
 
 
 @pytest.mark.parametrize("run", LEFT_OUT_RIGHTLY, ids=lambda run: run.argv)
-def test_what_trains_as_asked_may_be_left_out(run, tmp_path, monkeypatch):
+def test_a_setting_left_out_is_accepted_if_the_run_trains_as_asked(run, tmp_path, monkeypatch):
     assert probe(run.resolve(tmp_path, monkeypatch)) == []
 
 
@@ -194,18 +194,18 @@ def test_the_defaults_of_deepspeeds_adam_are_those_of_both_classes(cls):
     assert all(known[name].default == real[name].default for name in ("lr", "betas", "eps", "weight_decay"))
 
 
-def test_what_only_a_card_takes_is_left_to_the_rules():
+def test_settings_for_a_gpu_are_not_refused_because_this_machine_has_none():
     run = resolve(["--tf32", "true", "--ddp_backend", "nccl"], here(2, hardware=TWO_GPUS, environment={}))
     assert probe(run) == [] and not [found for found in check(run) if found.severity == "error"]
 
 
-def test_a_package_that_may_be_where_the_run_goes_is_not_missed_here(tmp_path, monkeypatch):
+def test_a_package_missing_here_is_accepted_if_the_run_trains_elsewhere(tmp_path, monkeypatch):
     words = "--recipe baseline --optim schedule_free_adamw"
     assert "schedulefree" in probe(Run(words).resolve(tmp_path, monkeypatch))[0].what
     assert probe(Run(words, elsewhere=frozenset()).resolve(tmp_path, monkeypatch)) == []
 
 
-def test_a_launched_process_is_not_parsed_again(tmp_path, monkeypatch):
+def test_a_launched_process_does_not_check_the_launchers_yaml_again(tmp_path, monkeypatch):
     run = Run(yaml=yaml("MULTI_GPU", "gpu_ids: '0'")).resolve(tmp_path, monkeypatch)
     assert probe(run) and probe(run, launched=True) == []
 
@@ -214,7 +214,7 @@ def test_a_launched_process_is_not_parsed_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("yaml_file", ["standard.yaml", "memory_zero3.yaml", "sharded.yaml"])
-def test_nothing_stays_behind(yaml_file, tmp_path, monkeypatch):
+def test_the_probe_leaves_the_environment_and_states_unchanged(yaml_file, tmp_path, monkeypatch):
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -228,7 +228,7 @@ def test_nothing_stays_behind(yaml_file, tmp_path, monkeypatch):
     assert not is_deepspeed_zero3_enabled()
 
 
-def test_a_states_content_is_there_again_afterwards():
+def test_the_probe_restores_an_accelerate_state_that_existed_before():
     from accelerate.state import PartialState
 
     state = PartialState(cpu=True)

@@ -179,7 +179,7 @@ LEGAL_AFTER_ALL = [
 ]
 
 
-def test_a_package_is_only_remarked_on_where_the_run_goes_elsewhere(tmp_path, monkeypatch):
+def test_a_missing_package_is_only_advice_if_the_run_trains_elsewhere(tmp_path, monkeypatch):
     run = Run(
         "--use_peft --model_name_or_path gpt2 --dataset_name d", missing=("peft",), elsewhere=frozenset()
     ).resolve(tmp_path, monkeypatch)
@@ -200,7 +200,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("row", SILENT)
-def test_something_else_is_trained_or_saved_in_silence(row, tmp_path):
+def test_trainer_silently_trains_other_steps_or_saves_other_checkpoints(row, tmp_path):
     settings, steps, checkpoints = SILENT[row]
     assert train(tmp_path, **settings).state.global_step == steps
     assert len(list(tmp_path.glob("checkpoint-*"))) == checkpoints
@@ -217,7 +217,7 @@ def test_what_nothing_reads_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("schedule", sorted(legal.names("schedules_without_warmup")))
-def test_a_warmup_is_dropped(schedule, tmp_path):
+def test_schedules_without_warmup_ignore_warmup_steps(schedule, tmp_path):
     settings = dict(lr_scheduler_type=schedule, warmup_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1)
     history = train(tmp_path, evaluates=True, **settings).state.log_history
     assert [entry["learning_rate"] for entry in history if "learning_rate" in entry] == [5e-5, 5e-5]

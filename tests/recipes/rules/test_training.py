@@ -144,7 +144,7 @@ def test_fp8_becomes_fp16_on_an_older_card(write_yaml, monkeypatch):
         ("2.10.0", None),
     ],
 )
-def test_torch_for_a_v100_is_built_for_cuda_12_6(torch, severity, monkeypatch):
+def test_recent_torch_on_a_v100_has_to_be_built_for_cuda_12_6(torch, severity, monkeypatch):
     monkeypatch.setattr("recipes.legal.version", lambda package: torch)
     found = BY_NAME["torch_has_kernels_for_the_card"](resolved(hardware=machine(V100)))
     assert [problem.severity for problem in found] == ([severity] if severity else [])

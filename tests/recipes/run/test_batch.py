@@ -46,7 +46,7 @@ def test_a_size_that_is_given_wins_over_the_cap(arguments, expected):
     assert (batch.micro, batch.accumulation, batch.reason) == expected
 
 
-def test_three_that_contradict_each_other_are_refused():
+def test_a_global_batch_that_contradicts_micro_batch_and_accumulation_is_refused():
     with pytest.raises(UserError, match="contradicts"):
         split(16, 2, cap=4, micro=12, accumulation=2)
 
@@ -55,7 +55,7 @@ def test_three_that_contradict_each_other_are_refused():
 
 
 @given(size=sizes, world=st.integers(1, 256))
-def test_a_world_is_divided_by_those_that_share_examples_or_refused_with_worlds_that_can_be(size, world):
+def test_processes_are_divided_by_the_tensor_parallel_size_or_others_are_suggested(size, world):
     parallelism = Parallelism(autotp=size)
     try:
         assert data_parallel_size(world, parallelism) * size == world

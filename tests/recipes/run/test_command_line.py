@@ -46,7 +46,7 @@ def test_a_flag_can_be_written_in_the_usual_ways(words):
         ("report_to: null", "none"),
     ],
 )
-def test_yaml_is_read_as_it_is_meant(text, value, config):
+def test_yaml_exponents_no_and_null_become_the_values_that_a_setting_takes(text, value, config):
     run = resolved(["--config", config(text)])
     assert run[text.partition(":")[0]] == value and not run.problems
 
@@ -109,7 +109,7 @@ def test_values_become_the_type_of_the_field(annotation, value, expected):
     assert (found, type(found)) == (expected, type(expected))
 
 
-def test_a_whole_number_becomes_a_float_where_the_default_is_one():
+def test_a_whole_number_becomes_a_float_only_where_the_default_is_a_float():
     assert type(coerce(0, field("float", 0.9))) is float
     assert type(coerce(np.int64(0), field("float", 500))) is int
 

@@ -51,7 +51,7 @@ def test_a_name_that_is_not_one_card_is_refused_with_those_of_its_chip(name, fix
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_another_card_is_not_taken_for_ours(name):
+def test_a_card_that_is_not_in_the_catalogue_is_refused_and_has_no_peak(name):
     with pytest.raises(UserError, match=r"is not in the catalogue"):
         find(name)
     assert Hardware((Gpu(name, (8, 0), 2**30),)).peak_flops is None

@@ -44,7 +44,7 @@ def test_positions_of_a_written_configuration_are_those_of_the_loaded_one(config
     assert written == {kind: max_positions(described(config)) for kind, config in configurations.items()}
 
 
-def test_a_field_has_the_name_of_its_type():
+def test_a_config_is_read_by_the_field_names_of_its_model_type():
     assert max_positions({"model_type": "gpt2", "n_positions": 512}) == 512
     assert max_positions({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}) == 512
     assert text_config({"model_type": "gemma3", "text_config": {"model_type": "x"}}) == {"model_type": "x"}

@@ -66,13 +66,13 @@ def test_a_yaml_is_its_base_and_its_changes_with_their_reasons(files):
     assert (run["per_device_train_batch_size"], run["output_dir"]) == (2, "outputs/mine")
 
 
-def test_the_command_line_and_a_file_win_over_it(files):
+def test_the_command_line_and_a_config_file_win_over_an_own_recipe(files):
     files(mine_yaml=MINE, run_yaml="recipe: mine.yaml\nlearning_rate: 1e-4\n")
     run = resolved("--config run.yaml --logging_steps 7", trained_by="nobody")
     assert (run["learning_rate"], run["logging_steps"], run.recipe.name) == (1e-4, 7, "mine")
 
 
-def test_its_settings_count_as_written_by_the_user(files):
+def test_the_changes_of_an_own_recipe_count_as_written_by_the_user(files):
     """Otherwise its base would choose bf16 beside it, or the batch arithmetic win over it."""
     changes = "{fp16: [true, as published], global_batch_size: [64, as published], output_dir: [there, by habit]}"
     files(mine_yaml=f"base: standard\npurpose: x\nchanges: {changes}\n")
@@ -81,7 +81,7 @@ def test_its_settings_count_as_written_by_the_user(files):
     assert not [problem for problem in check(run) if problem.severity == "error"]
 
 
-def test_its_engine_is_a_file_beside_it_or_a_shipped_one_and_else_that_of_its_base(files):
+def test_the_engine_of_an_own_recipe_is_a_file_beside_it_or_a_shipped_one(files):
     files(zero_yaml="compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 1\n")
     files(a_yaml="base: fast\npurpose: x\nengine: zero.yaml\n", b_yaml="base: fast\npurpose: x\nengine: single.yaml\n")
     assert (run_of("a.yaml").engine.title, run_of("b.yaml").engine.title) == ("DeepSpeed ZeRO-2", "one process")
@@ -102,7 +102,7 @@ def test_a_function_may_build_on_another(files):
     assert run.setting("logging_steps").source == "recipe mine.py"
 
 
-def test_its_factory_returns_arguments(files, tmp_path):
+def test_the_factory_of_an_own_recipe_returns_training_arguments(files, tmp_path):
     files(mine_yaml=MINE)
     args = factory("mine.yaml")(output_dir=str(tmp_path / "out"), seed=3)
     assert (args.learning_rate, args.logging_steps, args.seed) == (2e-5, 20, 3)
@@ -172,7 +172,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(files):
         ('"x", "a reason"', "seed: needs a whole number"),
     ],
 )
-def test_a_decision_that_fails_is_the_files_mistake(files, decision, expected):
+def test_a_value_whose_function_fails_is_reported_with_the_file(files, decision, expected):
     text = "from recipes.catalog import fast\n\n\ndef _seed(run):\n    return {}\n\ndef mine():\n    {}\n"
     files(mine_py=text.format(decision, "return fast().but('ours', 'b', seed=_seed)"))
     run = run_of("mine.py:mine")
@@ -185,7 +185,7 @@ def test_a_decision_that_fails_is_the_files_mistake(files, decision, expected):
 def test_a_file_or_a_function_that_is_not_there_is_one_line(files, name):
     files(mine_py=PYTHON)
     (problem,) = problems_of(name)
-    assert "mend" not in str(problem)
+    assert "\n" not in str(problem)
 
 
 def test_a_recipe_given_as_a_configuration_says_which_flag_takes_it(files):

@@ -37,7 +37,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_each_place_that_sets_a_size_is_read(name, files):
+def test_a_tensor_parallel_size_is_read_from_each_place_that_sets_it(name, files):
     argv, settings, place = PLACES[name]
     run = resolved(argv, None if "accelerate_config" in place else 4, settings, **place)
     assert (run.world_size, run.data_parallel_size, str(run.batch)) == (4, 2, "4 x 2 x 2 = 16")
@@ -59,7 +59,7 @@ def test_a_world_that_cannot_be_divided_is_refused_with_those_that_can(files):
 
 @pytest.mark.parametrize("size", ["sp_size", "cp_size"])
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_size_that_is_refused_anyway_is_the_only_problem(size, world):
+def test_a_refused_sequence_or_context_parallel_size_is_the_only_error(size, world):
     run = resolved("", world, {"parallelism_config": ParallelismConfig(**{size: 2})})
     assert [problem.subject for problem in check(run) if problem.severity == "error"] == [size]
 

@@ -18,7 +18,7 @@ def test_each_value_says_where_it_came_from(config):
     assert sources == ["command line", path, "recipe standard", "batch arithmetic", "library default", "hardware"]
 
 
-def test_the_new_name_of_activation_checkpointing_is_the_same_setting():
+def test_activation_checkpointing_is_the_same_setting_as_gradient_checkpointing():
     if "activation_checkpointing" not in legal.trainer_fields():
         pytest.skip("this transformers has only the old name")
     run = resolved("--activation_checkpointing")
@@ -26,7 +26,7 @@ def test_the_new_name_of_activation_checkpointing_is_the_same_setting():
     assert run.training_arguments()["activation_checkpointing"] is True
 
 
-def test_the_demonstration_ends_where_a_model_or_data_is_named():
+def test_the_demonstrations_max_steps_do_not_apply_where_data_or_epochs_are_given():
     named = resolved("--dataset_name data.jsonl")
     assert resolved("").demonstration and not named.demonstration
     assert named["max_steps"] == -1 < resolved("")["max_steps"]

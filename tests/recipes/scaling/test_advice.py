@@ -76,7 +76,7 @@ def test_more_accumulation_is_another_training_that_gains_what_was_predicted():
     assert not found.same_training and gained(still, after) == pytest.approx(found.gain, rel=0.05)
 
 
-def test_a_larger_micro_batch_saves_what_a_pass_costs_anyway():
+def test_a_larger_micro_batch_saves_the_fixed_cost_of_the_passes_it_spares():
     small = replace(WELL, largest_micro_batch=4, launch=2e-2)
     found = advice(small, pass_overhead=2e-2)["micro_batch"]
     twice = replace(small, largest_micro_batch=8)

@@ -44,7 +44,7 @@ def test_amdahls_serial_fraction_is_found_again_from_three_sizes_on(worlds, seri
 # --- How fast ------------------------------------------------------------------------------------
 
 
-def test_slower_than_any_smaller_size_is_negative():
+def test_more_processes_that_are_slower_than_fewer_are_negative_scaling():
     found = of_rates({1: 255, 4: 691, 8: 666})
     words = sentences.verdict(found.sizes[-1], found)
     assert [size.band for size in found.sizes] == ["", "poor", "negative scaling"]
@@ -53,7 +53,7 @@ def test_slower_than_any_smaller_size_is_negative():
     assert "Of the measured sizes 4 is the best, 2.71 times as fast as 1" in sentences.law(found)
 
 
-def test_a_difference_that_repeats_leave_open_is_not_negative_and_no_reason_for_fewer_processes():
+def test_a_slowdown_within_the_spread_of_repeats_is_not_negative_and_gives_no_advice():
     times = {1: (100, 101, 99), 2: (60, 66, 55), 4: (61, 67, 54)}
     (series,) = analyse([Timing(world, time) for world, repeats in times.items() for time in repeats])
     assert [size.band for size in series.sizes[1:]] == ["good", "poor"]
@@ -77,7 +77,7 @@ def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
         ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small to derive a limit from sizes up to 4."),
     ],
 )
-def test_the_law_of_the_sizes_or_why_there_is_none(rates, says):
+def test_amdahls_law_gives_the_greatest_speedup_or_why_it_cannot(rates, says):
     assert sentences.law(of_rates(rates)).endswith(says)
     (more,) = analyse([Timing(world, 100 + world, samples=1000 * world) for world in (1, 2, 4)])
     assert more.serial_fraction is None and "with the same work" in sentences.law(more)
@@ -154,7 +154,7 @@ HIDDEN = {"engine": "deepspeed", "communication": None, "no_sync_step": None, "n
 ZERO = [replace(row(1, 1.0), **HIDDEN), replace(row(2, 0.9), **HIDDEN)]
 
 
-def test_zero_gets_a_bound_on_what_it_does_not_tell_apart():
+def test_deepspeed_zero_gets_a_bound_on_the_causes_that_it_cannot_tell_apart():
     share = replace(row(1, 0.5), global_batch=8, micro_batch=8, scaling="weak", **HIDDEN)
     (cause,) = last([*ZERO, share]).losses.named
     assert (cause.key, cause.seconds) == ("hidden", pytest.approx(0.4))
@@ -163,7 +163,7 @@ def test_zero_gets_a_bound_on_what_it_does_not_tell_apart():
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", ""])
-def test_passes_that_hold_their_exchange_say_what_would_bound_it(engine):
+def test_if_a_pass_includes_the_exchange_the_verdict_names_the_run_that_would_bound_it(engine):
     rows = [replace(one, engine=engine) for one in ZERO]
     assert (last(rows).cause, last(rows).losses.undecided) == (None, "hidden")
     assert "`recipes scale run --scaling weak --num_processes 1 2`" in words_of(rows)

@@ -76,7 +76,7 @@ def test_an_impossible_value_is_named_with_its_file_and_line(rows_of, row):
     assert problem.subject == next(iter(row)) and problem.source.endswith("mine.jsonl, line 2")
 
 
-def test_weak_scaling_says_how_its_work_grows(rows_of):
+def test_weak_scaling_rows_without_samples_are_refused(rows_of):
     """Without samples, epochs of one data set would read as work that grows with the processes."""
     with pytest.raises(UserError, match="samples: is missing"):
         rows_of("num_processes,epoch_time,scaling\n1,100,weak\n2,77,weak\n")

@@ -121,18 +121,18 @@ def _require_known(rest: list[str], parser: Parser, command: Command) -> None:
     If the command takes train.py's flags too, the rules judge those, and all their mistakes are
     reported at once. Only a flag that most resembles one of the command's own is refused here.
     """
-    known = set[str]()
-    if rest and command.train_flags:
+    known, is_submit = set[str](), "submit" in parser.prog
+    if rest and (command.train_flags or is_submit):
         from recipes.run.command_line import name_of, names_with_a_fix  # only here, because reading them takes time
 
         known = names_with_a_fix()
     for flag in (word.partition("=")[0] for word in rest):
-        if known and (not flag.startswith("--") or name_of(flag)[0] in known):
+        if command.train_flags and (not flag.startswith("--") or name_of(flag)[0] in known):
             continue
         similar = get_close_matches(flag[2:].replace("-", "_"), [*parser.flags, *known], n=1, cutoff=0.7)
         fix = f"--{similar[0]}" if similar and similar[0] in parser.flags else ""
         if fix or not command.train_flags:
-            other = "write train.py's flags after --" if "submit" in parser.prog else f"see `{parser.prog} --help`"
+            other = "write train.py's flags after --" if is_submit else f"see `{parser.prog} --help`"
             raise mistake(flag, f"is not an argument of `{parser.prog}`", fix or other)
 
 

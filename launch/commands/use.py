@@ -102,7 +102,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
 
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
-    print(f"{title(run['dataset_name']) or 'the standard library'}, split {run['dataset_test_split']}")
+    print(f"{title(run['dataset_name']) or 'the standard library'}, split {run['dataset_test_split']}: {data.eval}")
     with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data)
         return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False)).evaluate()

@@ -50,11 +50,13 @@ class Local(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware)
 
     def render(self, job: Job) -> str:
-        """Return a bash script that replaces itself by the launcher, which forwards signals."""
+        """Return a bash script that replaces itself with the launcher, which forwards signals."""
         if job.nodes > 1:
             fix = "use --processes_per_node for several processes here, or `recipes submit slurm` or `azureml`"
             raise mistake("nodes", f"{job.nodes} nodes are asked for, but this machine is one", fix)
-        lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
+        retry = "\n# --on_oom next: if memory runs out, `recipes submit` retries with flags that need less"
+        title = f"# {job.title}, on {job.run.hardware}{retry if self.on_oom == 'next' else ''}"
+        lines = ["#!/usr/bin/env bash", title, "set -uo pipefail"]
         start = [*preflight_command(job, sys.executable), "exec", *quoted(launch_words(job)), '"${command[@]}"']
         return "\n".join([*lines, "", *arguments(job), "", " ".join(start)]) + "\n"
 
@@ -89,7 +91,7 @@ def run_script(text: str, job: Job) -> int:
 
     The output goes to a file and not to a pipe, because a run can outlive this process, and because
     `recipes logs` reads the file. This process and its child processes hold the file's lock.
-    Signals sent to this process are forwarded to the script's process group.
+    The script's process group gets the stop signals (PASSED_ON) that this process receives.
     """
     record.forget_out_of_memory(job.folder)  # left by an earlier run
     path = job.folder / LOCAL_LOG
@@ -114,7 +116,7 @@ def run_script(text: str, job: Job) -> int:
 
 
 def is_written(path: Path) -> bool:
-    """True if a run writes to this log or folder, because a process of the run holds its lock."""
+    """True if a run is writing to this log or folder: a process of the run holds the lock on it."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:  # there is no such path

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from recipes import legal, mixture
+from recipes import catalog, legal, mixture
 from recipes.errors import Problem, mistake
 from recipes.legal import moved
 from recipes.run.files import expanded, nearest, read_yaml
@@ -27,8 +27,8 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
         problems.append(Problem(flag, what, fix, COMMAND_LINE))
 
     for flag, values in _flags(argv):
-        if not flag:
-            wrong(values[0], "is not a flag", "write flags as --name value")
+        if not flag.startswith("--"):
+            wrong(flag, "is not a flag", f"--recipe {flag}" if flag in catalog.RECIPES else "write --name value")
             continue
         name, is_off = name_of(flag)
         if is_off:  # `--no_NAME VALUE` is not a legal flag
@@ -46,12 +46,12 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with its values. The flag is empty for a word that belongs to no flag."""
+    """Yield each flag with its values, and each word that belongs to no flag, without values."""
     rest = list(argv)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if not flag.startswith("--"):
-            yield "", [flag + equals + value]
+            yield flag + equals + value, []
             continue
         values = [value] if equals else []
         while rest and not equals and not rest[0].startswith("--"):

@@ -34,7 +34,7 @@ class _Made(torch.utils.data.Dataset):
     length: int
 
     def __post_init__(self) -> None:
-        self._tables = self.examples.with_format("arrow")  # once: with_format takes as long as reading forty rows
+        self._tables = self.examples.with_format("arrow")  # once, because with_format takes as long as reading 40 rows
 
     def cut(self) -> str:
         """Describe how many tokens max_length cuts from longer examples; empty if it cuts none."""
@@ -86,7 +86,7 @@ class Packs(_Made):
 
     @property
     def attended(self) -> float:
-        """The length of the example that a token belongs to, averaged over all tokens."""
+        """The mean, over all tokens, of the length of the example that a token belongs to."""
         lengths = np.minimum(lengths_of(self.examples), self.length).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 
@@ -138,9 +138,9 @@ def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
     """Return an array that is True for each example with something to learn. A micro-batch in which
     no example has anything to learn would have a loss of nan.
 
-    `first_learned` holds the position of each example's first label. Unless texts are joined, this
-    label must lie within `max_length`, where examples are cut. Raises `UserError` if texts are
-    joined and prompts are not learned, because a row could then hold nothing but a prompt.
+    `first_learned` is the column of that name in the tokens. Unless texts are joined, it must be
+    below `max_length`, where examples are cut. Raises `UserError` if texts are joined and prompts
+    are not learned, because a row could then hold nothing but a prompt.
     """
     if not joins(run):
         return first_learned < run["max_length"]

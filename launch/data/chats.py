@@ -42,7 +42,7 @@ class Chat:
 def read_chat(
     row: Mapping[str, Any], column: str, tokenizer, assistant_only: bool, completion_only: bool
 ) -> Chat | None:
-    """Return a row's chat; None if the row has no messages, or if all its answers are excluded.
+    """Return a row's chat; None if it has no messages, or if `_teaches` rejects all its answers.
 
     `column` names the column of a whole chat, or is "completion", which continues the messages in
     "prompt". The model reads but does not learn: messages that `_teaches` rejects, the prompt if
@@ -88,7 +88,7 @@ def _messages_of(turns: Any, tokenizer) -> Messages:
 
 
 def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
-    """Return the message with role and content. A content of null becomes an empty text, because
+    """Return a turn as a message with role and content. Null content becomes an empty text, because
     some templates would write "None", and others would fail.
     """
     message = _without_none(turn)

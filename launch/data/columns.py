@@ -64,7 +64,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
     ]
 
 
-# --- Before anything is imported ------------------------------------------------------------------
+# --- Before the libraries are imported ------------------------------------------------------------
 
 
 def require_columns(run: RunSpec) -> None:
@@ -89,7 +89,7 @@ def _columns_of(file: Path) -> list[str]:
     kind = file_kind(file)
     if kind == "text":
         return ["text"]
-    from pyarrow import csv, input_stream, json, parquet  # here, because the import takes a tenth of a second
+    from pyarrow import csv, input_stream, json, parquet  # imported here, because that takes a tenth of a second
 
     try:
         if kind == "parquet":

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from recipes.catalog import DEMONSTRATION_MODEL
 
-CORPUS_BYTES = 2_000_000
+CORPUS_BYTES = 2_000_000  # at most, counted as characters
 HELD_OUT_EVERY = 20
 
 END_OF_TEXT, PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|padding|>", "<|im_start|>", "<|im_end|>"
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def demo_corpus() -> list[str]:
-    """Return the standard library's single-file modules, in the same order on every rank."""
+    """Return single-file modules of the standard library, in the same order on every rank."""
     texts, room = [], CORPUS_BYTES
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")

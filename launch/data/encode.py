@@ -24,7 +24,7 @@ _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
 
 @dataclass
 class Text:
-    """A prompt, in the loss or not, and its completion. A plain text is a prompt in the loss."""
+    """A prompt and its completion. A plain text is a prompt that the loss includes."""
 
     prompt: str
     completion: str
@@ -103,8 +103,8 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
 
 
 def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Tokens]:
-    """Tokenize prompt and completion separately, so that no token spans both, as at inference. EOS
-    ends each example, so that the model learns to stop.
+    """Tokenize prompt and completion apart, as generation does, so that no token spans both. EOS
+    ends each example, so that the model learns to stop; a classifier's texts get none.
     """
 
     def tokenize(words: list[str], **options) -> list[list[int]]:

@@ -56,7 +56,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     `--problem_type` overrides this if the values allow it.
 
     `classes` are the class names of a model that was trained to classify, in the model's order.
-    Raises `UserError` if the column holds anything else.
+    Raises `UserError` if the column, or the given --problem_type, fits no target.
     """
     name, wanted, feature = run["dataset_label_field"], run["problem_type"], rows.features["label"]
     labels = _labels(rows, name, "dataset_label_field")

@@ -30,9 +30,9 @@ _ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`
 
 
 def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, str]:
-    """Map each split flag to a split of the part: one to train on and, if the run evaluates, one to
-    evaluate on. Raises `UserError` if there is no split to evaluate on, unless the part belongs to
-    a mixture.
+    """Map `dataset_train_split` and, if the run evaluates, `dataset_test_split` to splits of the
+    part. Raises `UserError` if there is no split to evaluate on, unless the part belongs to a
+    mixture.
     """
     wanted = {"dataset_train_split": part.split or run["dataset_train_split"]}
     if run["eval_strategy"] != "no":
@@ -94,7 +94,7 @@ def newest_commit(name: str) -> str | None:
         return None
     try:
         return HfApi().dataset_info(name, timeout=30).sha
-    except Exception:  # reading the data reports why, or uses the cache of an earlier start
+    except Exception:  # the reader then reports why, or reads the cache of an earlier start
         return None
 
 

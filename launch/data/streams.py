@@ -9,8 +9,8 @@ The library `datasets` reads the rows and tracks the position in each shard. Thr
 - `interleave_datasets` mixes rows before they are tokenized and gives each row the columns of all
   parts, which hides each row's format. Here a window mixes the tokens of all parts by weight.
 
-In a mixture, a part that ends begins its next epoch in the same window, so that the shares follow
-the weights, however small a part is. With a single part, no window spans two epochs, so that each
+In a mixture, a part that ends begins its next epoch in the same window, so that the shares match
+the weights even if a part is small. With a single part, no window spans two epochs, so that each
 row comes once before any row comes again.
 """
 
@@ -41,12 +41,12 @@ SHARDS = 1024  # for rows on the disk: enough for nearly equal shares, whatever 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
     """An endless stream of examples. Each example carries the place where the stream continues:
-    `window` is the window's number, `taken` is how many of its examples were yielded, and `parts`
-    is where the window begins in each part: in which epoch (`round`), from which state of the
-    reader (`rows`), and after how many examples that follow this state (`used`).
+    `window` is the window's number, `taken` counts its examples yielded so far, and `parts` holds
+    the window's start in each part: the epoch (`round`), the state of the reader (`rows`), and the
+    number of examples to skip after that state (`used`).
 
     Each worker of each rank is a reader with its own rows. `places` maps a worker to the place
-    where it resumes. The worker `turn` yields the first batch.
+    where that worker resumes. `turn` is the worker that yields the first batch.
     """
 
     parts: Sequence[Encoder]
@@ -77,7 +77,7 @@ class Stream(torch.utils.data.IterableDataset):
         return [encode.source.rows.num_shards for encode in self.parts]
 
     def share(self, number: int) -> float:
-        """Return the fraction of the examples that come from the part with this index."""
+        """Return the fraction of all examples that the part with this index contributes."""
         weights = [encode.source.part.weight or 1 for encode in self.parts]
         return weights[number] / sum(weights)
 
@@ -113,7 +113,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """For each window from `first` on, yield where it begins in a part, and its examples."""
+        """For each window from `first` on, yield its start in a part and its examples from it."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)

@@ -3,7 +3,7 @@ tokens from the disk into memory.
 
 A folder in the cache of `datasets` holds the tokens of one version of the data and one tokenizer,
 in files of about 50 MB. index.json records where in the data the last file ends: a start after a
-kill continues there, and so does a start that needs more rows. Tokens do not depend on packing.
+kill resumes there, and so does a start that needs more rows. Tokens do not depend on packing.
 Only a classifier's tokens depend on max_length, because the tokenizer truncates. `Dataset.map`
 would copy the raw data, start anew after a kill, and make the other ranks wait in a barrier.
 """
@@ -41,18 +41,18 @@ from recipes.mixture import Part, parts_of_run
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
 
-NOTHING = np.iinfo(np.int32).max  # the first_learned of a row without any label
+NOTHING = np.iinfo(np.int32).max  # the `first_learned` of a row with nothing to learn
 UNIT_BYTES = 50_000_000
 ROWS_AT_ONCE = 256
-PIECE_BYTES = 2_000_000  # of text per call, because the call takes a hundred times as much memory
+PIECE_BYTES = 2_000_000  # of rows per tokenizer call, which takes a hundred times as much memory
 
 _SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # the settings that encoding reads
 _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_length")
-_HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # keys that do not change tokens
+_HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # keys of the config that change no token
 _INDEX = "index.json"
 
 # A learned token is its own label, so `learned` takes one bit per token, where labels would take
-# four bytes. `first_learned` is the position of the first learned token after a row's first one.
+# four bytes. `first_learned` is the index of the first learned token after the row's first token.
 _NUMBER = Value("int32")
 TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("bool")), first_learned=_NUMBER)
 
@@ -115,7 +115,7 @@ class Encoder:
 
     def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
         """Return the tokens of each row. `first` is the index of the first row; None if unknown.
-        Raises `UserError` for rows that cannot be learned from.
+        Raises `UserError` for a malformed row.
         """
         tokens: list[Tokens] = []
         size = max(1, len(rows) * PIECE_BYTES // max(PIECE_BYTES, rows.nbytes))
@@ -170,7 +170,7 @@ class Tokenized:
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """Return the tokens of a part: from the cache, or made now by one process of each node.
 
-    The other processes wait without a deadline. If the first process fails, the next one continues
+    The other processes wait without a deadline. If the first process fails, the next one resumes
     after the last complete file, and soon fails too. Raises `UserError` for the user's mistakes.
     """
     if not part.name:  # the demonstration, which is small
@@ -241,7 +241,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
 
 
 def _contents(tokenizer) -> list:
-    """Return a tokenizer's class and files: tokenizers with equal contents make the same tokens."""
+    """Return a tokenizer's class, config and hashes of other files: if equal, so are the tokens."""
     if tokenizer.is_fast:  # drop the options of its last call, which its files would hold
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -255,7 +255,7 @@ def _contents(tokenizer) -> list:
 
 
 def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
-    """Map a folder's tokens into memory. None if the folder lacks rows that the run needs."""
+    """Map a folder's tokens into memory; return None if rows that the run needs are missing."""
     index = read_json(folder / _INDEX)[0]
     if not index:
         return None

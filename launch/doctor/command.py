@@ -24,13 +24,13 @@ from recipes.run import hardware
 if TYPE_CHECKING:
     from launch.doctor.machine import Check, Request
 
-TIMEOUT = 240  # seconds: importing torch from a cold disk takes a minute; half of the time is for late nodes
+TIMEOUT = 240  # seconds: importing torch from a cold disk takes a minute; half of the time is left for late nodes
 _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 
 
 _FLAGS = f"""
---num_processes N       processes in all, one per GPU [all GPUs; without GPUs 2, or one on each of several nodes]
---nodes N               number of nodes [the nodes of srun, or 1]
+--num_processes N       processes in all, one per GPU [all GPUs; without GPUs: 2, or one per node on several nodes]
+--nodes N               number of nodes [SLURM_STEP_NUM_NODES, or 1]
 --main_process_ip NAME  address of node 0 [MASTER_ADDR]
 --main_process_port N   a free port on node 0 [MASTER_PORT, or 29400]
 --timeout N             seconds for all checks together [{TIMEOUT}]
@@ -67,7 +67,7 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def request_for(machine: hardware.Hardware, environment: Mapping[str, str], options: argparse.Namespace) -> Request:
-    """Return the request for this machine. Missing flags are taken from `environment` or the GPUs.
+    """Return the request for this machine. Missing flags come from `environment` or the GPUs.
 
     Raises `UserError` for impossible numbers of nodes or processes, or if node 0 has no address.
     """

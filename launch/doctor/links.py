@@ -27,13 +27,13 @@ from recipes.run.hardware import Gpu
 from recipes.run.known_gpus import known
 
 _FAR_BELOW = 0.25  # warn below this share of the link's usual speed
-_SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn if a rank takes more than so many times the median; a CPU is shared
-_NEVER = timedelta(days=1)  # probe.py, which sees all ranks of the node, ends a wait that is too long
+_SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn above this multiple of the median time; processes share a CPU
+_NEVER = timedelta(days=1)  # probe.py ends a long wait: it sees all ranks of the node
 _MIB = 1 << 20
 
 
 class Rank:
-    """This process in the probe run: the request from probe.py, and what the stages share."""
+    """This process in the probe run: the request from probe.py, and the state that stages share."""
 
     store: dist.TCPStore  # set by the stage `rendezvous`
 
@@ -61,7 +61,7 @@ class Rank:
         self.wait()
 
     def seconds(self, call: Callable[[], object], rounds: int) -> list[float]:
-        """Return the seconds of each `call`. All ranks begin a round at the same time."""
+        """Return how many seconds `call` takes in each round. All ranks begin a round together."""
         taken = []
         for _ in range(rounds):
             self.together()
@@ -169,7 +169,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
     known = numbers(**{"all-reduce": (reached, "bytes/s"), "latency": (latency, "s")})
     text = f"all-reduce {reached / 1e9:,.2f} GB/s over {link}{f' ({speed / 1e9:,.1f} GB/s)' if speed else ''}"
     if speed and reached < _FAR_BELOW * speed:
-        fix = "see which links NCCL uses, with NCCL_DEBUG=INFO, and whether NVLink is on, with `nvidia-smi nvlink -s`"
+        fix = "set NCCL_DEBUG=INFO to see which links NCCL uses; run `nvidia-smi nvlink -s` to see whether NVLink is on"
         return Check("warning", "bandwidth", f"{text}: far below the link's speed", fix, known)
     return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for a single number", numbers=known)
 
@@ -186,7 +186,7 @@ def _link(rank: Rank) -> tuple[str, float | None]:
     card = known(rank.asked["card"])
     gpu = Gpu(card.name if card else "", torch.cuda.get_device_capability(rank.device), 0)
     speed, name = link_of(gpu, rank.size, 1)
-    if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # this GPU has no bridge
+    if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # no NVLink bridge connects the GPUs
         return "PCIe", None
     return name or "an unknown link", speed
 

@@ -91,7 +91,7 @@ class Request:
 
 
 def examine(request: Request) -> Iterator[Check]:
-    """Run the checks in the order in which they are printed."""
+    """Yield the checks of this machine in the order in which they are printed."""
     of_gpus = (visible_gpus, driver_of_gpus, gpu_memory)
     own = (limits, host_memory, disk, shared_memory, cores, compiler)
     yield from filter(None, (check(request) for check in (versions, *of_gpus, *own)))
@@ -178,7 +178,7 @@ def _ask(*arguments: str) -> tuple[str, str]:
 def visible_gpus(request: Request) -> Check:
     seen, needed = request.hardware.gpus, request.processes_per_node
     visible, listed = os.environ.get("CUDA_VISIBLE_DEVICES"), smi_rows("--query-gpu=uuid")
-    hidden = visible in ("", "-1")  # on purpose
+    hidden = visible in ("", "-1")  # the user hides all GPUs on purpose
     if visible and listed and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed])
         if invalid is not None:
@@ -227,7 +227,7 @@ def driver_of_gpus(request: Request) -> Check | None:
 def gpu_memory(request: Request) -> Check | None:
     """Check the free memory of all GPUs, and list the programs that use a GPU."""
     cells = smi_rows("--query-gpu=index,memory.free,memory.total")
-    rows = [list(map(int, row)) for row in cells if all(cell.isdecimal() for cell in row)]  # a MIG has [N/A]
+    rows = [list(map(int, row)) for row in cells if all(cell.isdecimal() for cell in row)]  # in MIG mode: [N/A]
     others = ", ".join(f"{row[-1]} (pid {row[0]})" for row in smi_rows("--query-compute-apps=pid,process_name"))
     if not rows:
         return None
@@ -283,8 +283,8 @@ def host_memory(request: Request) -> Check:
 
 
 def disk(request: Request) -> Check:
-    """Check that the working folder, the folder for temporary files and Hugging Face's caches have
-    space and are writable; of a missing folder, the nearest folder above it that exists.
+    """Check that the current folder, the folder for temporary files and Hugging Face's caches are
+    writable and have space. For a missing folder, its nearest existing parent is checked.
     """
     try:
         places = [Path.cwd(), Path(tempfile.gettempdir()), hf_home(os.environ).absolute()]
@@ -348,10 +348,10 @@ def cores(request: Request) -> Check:
 
 
 def compiler(request: Request) -> Check | None:
-    """Look for a C++ compiler, with which DeepSpeed builds its CPU Adam for the recipe `memory`."""
+    """Look for a C++ compiler: DeepSpeed builds its CPU Adam for optimizer offload with it."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     if found := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"):
         return Check("ok", "compiler", found)
-    what = "no C++ compiler is found, so DeepSpeed cannot build its Adam for offload (recipe memory)"
+    what = "no C++ compiler is found, so DeepSpeed cannot build its Adam for offload (recipes memory and memory_zero3)"
     return Check("warning", "compiler", what, "apt install g++ python3-dev, or another compiler; then see `ds_report`")

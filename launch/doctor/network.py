@@ -28,12 +28,12 @@ _SECONDS = 1.0  # to wait for an answer that normally takes milliseconds
 _LARGE = 1 << 18  # bytes: more than a hundred packets of 1500 bytes
 _SAMPLES = 16  # ports that are tried
 _LOOPBACK = "127.0.0.1"
-_JOINING = 0.5  # share of --timeout that is left for late nodes
-_ANSWER_SECONDS = 10  # to wait for the answer of a node that is there
+_JOINING = 0.5  # share of --timeout in which to wait for late nodes
+_ANSWER_SECONDS = 10  # to wait for the answer of a node that has joined
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
-    """Check the loopback and, with several nodes, whether they reach each other."""
+    """Check the loopback and, with several nodes, the links between them."""
     if not any(check.fatal for check in earlier):
         yield loopback()
     if meeting.request.nodes > 1:
@@ -63,8 +63,8 @@ def interfaces() -> dict[str, str]:
 
 
 def own_interface(request: Request) -> tuple[str, str]:
-    """Return the address and the interface by which this node reaches node 0; "" if unknown. Node
-    0's own name may lead to loopback: return its first other interface.
+    """Return the address and the interface by which this node reaches node 0; both are empty if
+    unknown. Node 0 may reach itself by loopback: then return its first other interface.
 
     Connecting a UDP socket sends no packet.
     """
@@ -105,7 +105,7 @@ class _Receive(socketserver.StreamRequestHandler):
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[list[int]]:
-    """Listen on several ports that the system chooses, as for gloo and NCCL. Yield the ports.
+    """Listen on several ports, chosen by the system as for gloo and NCCL. Yield the ports.
 
     Each port answers a client that has sent _LARGE bytes. Raises OSError for an unusable address.
     """
@@ -115,7 +115,7 @@ def _listening(address: str) -> Iterator[list[int]]:
 
 
 def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
-    """Return which ports or large packets do not reach an address, and the fix; None if all do."""
+    """Return the finding and fix if ports or large packets do not reach an address, else None."""
     with ThreadPoolExecutor(len(ports)) as pool:
         silent = list(filter(None, pool.map(lambda port: not _answers(address, port) and port, ports)))
     if silent:
@@ -159,7 +159,7 @@ class Meeting:
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
         """Send the message `own`. Return the messages of all nodes in order, None for a late node.
 
-        `seconds` is how much longer than this node another node may take.
+        Another node may take `seconds` longer than this node.
         """
         try:
             return self.say(seconds + _ANSWER_SECONDS, own)
@@ -191,7 +191,7 @@ class Meeting:
     def hear(self, node: int, turn: int, own: Json, seconds: float | None = None) -> list[Json | None]:
         """On node 0, add the message of a node to a round, and return the messages of all nodes.
 
-        Only node 0 itself gives `seconds`. After so many seconds the round ends for all nodes.
+        Only node 0 itself passes `seconds`, after which the round ends for all nodes.
         """
         with self.changed:
             said = self.heard.setdefault(turn, [None] * self.request.nodes)
@@ -221,7 +221,7 @@ class Meeting:
 
 
 def gathered(meeting: Meeting, fatal: bool) -> Check:
-    """Wait for all nodes, and try their links. `fatal` means that this node cannot start ranks."""
+    """Wait for all nodes, and try their links. `fatal` is True if this node cannot start ranks."""
     request = meeting.request
     try:
         wrong = _met(meeting, fatal)
@@ -237,7 +237,7 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
 
 
 def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
-    """Return why the nodes cannot meet, and the fix. Each node checks its link to the next node."""
+    """Return why nodes cannot meet, and the fix, or None. Each checks its link to the next node."""
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
     socket.getaddrinfo(request.address, None, family=socket.AF_INET)
     if request.machine_rank == 0:
@@ -247,7 +247,7 @@ def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
         said = meeting.say(seconds, {"address": own, "ports": ports, "fatal": fatal})
         absent, nodes = [node for node, one in enumerate(said) if not one], [one for one in said if one]
         if absent:
-            fix = "run the doctor there at the same time, each node with its --machine_rank, and check that "
+            fix = "run the doctor on all nodes at the same time, each with its own --machine_rank; check that "
             fix += f"{_named(absent)} can reach {request.address}:{request.port} (a firewall?)"
             return f"{_named(absent)} did not join within {seconds:.0f} s", fix
         failed = [node for node, one in enumerate(nodes) if one["fatal"] and node != request.machine_rank]

@@ -17,9 +17,9 @@ OF_LINKS = ("connection", "bandwidth", "end")
 STAGES = ("start", "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
 OF_ONE = ("start", *_SPEEDS)  # for a single process, which has nobody to communicate with
 _GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
-# A collective is treated as hanging after this share of --timeout, or after so many seconds if that
-# is sooner. The other stages have all of --timeout, because a cold disk, a late node or a busy CPU
-# may delay them.
+# A collective counts as hanging after this share of --timeout, but at most after this many seconds.
+# The other stages have all of --timeout, because a cold disk, a late node or a busy CPU may delay
+# them.
 _OF_TIMEOUT, _COLLECTIVE_SECONDS = 1 / 6, 20
 _LOOK = "run the doctor again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _FIXES = {
@@ -32,8 +32,8 @@ _FIXES = {
 class StageFailure:
     """The failure of a probe run: the stage, what happened in the stage, and the fix.
 
-    `by_signal` is True if something killed a rank from outside. `by_another` is True if the error
-    only reports that another rank is lost.
+    `by_signal` is True if a rank was killed from outside, by SIGKILL. `by_another` is True if the
+    error only reports that another rank is lost.
     """
 
     stage: str
@@ -48,10 +48,10 @@ class StageFailure:
 
 @dataclass
 class Report:
-    """What one rank reported: its stage, its findings, and how it ended.
+    """The report of one rank: its stage, its findings, and how it ended.
 
-    `code` is the exit code, None if the rank had to be killed. `error` is what the rank reported at
-    `failed_at` (seconds since 1970), or else the last line of its log.
+    `code` is the exit code; None if the rank had to be killed. `error` is the error that the rank
+    reported at `failed_at` (seconds since 1970), or else the last line of its log.
     """
 
     rank: int
@@ -67,7 +67,7 @@ def probe_run(
 ) -> tuple[list[Check], StageFailure | None]:
     """Run the ranks of this node until they end or hang. Return the checks and the failure, if any.
 
-    All ranks have ended afterwards. Rank 0 listens on `port`. `chosen` are variables set for ranks.
+    Ranks that hang are then killed. Rank 0 listens on `port`. `chosen` adds environment variables.
     """
     first = request.machine_rank * request.processes_per_node
     of_all = {
@@ -114,7 +114,7 @@ def _wait(ranks: list[processes.Child], request: Request) -> bool:
 
 
 def patience(request: Request, stage: str) -> float:
-    """Return after how many seconds a stage is treated as hanging."""
+    """Return the seconds without progress after which a stage counts as hanging."""
     return min(_COLLECTIVE_SECONDS, request.timeout * _OF_TIMEOUT) if stage in OF_LINKS else request.timeout
 
 
@@ -122,7 +122,7 @@ def patience(request: Request, stage: str) -> float:
 
 
 def failure_in(request: Request, reports: list[Report], in_time: bool = True) -> StageFailure | None:
-    """Return the first failure of a probe run; None if no rank failed."""
+    """Return a probe run's failure: a killed rank, else the first error, else a hang, else None."""
     killed = [report for report in reports if report.code is not None and report.code < 0]
     failed = [report for report in reports if report.code]
     if killed:

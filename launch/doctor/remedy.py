@@ -1,4 +1,4 @@
-"""What `recipes doctor` tries after a failure between ranks: the same run, then known switches.
+"""After a failure between ranks, `recipes doctor` tries the same run again, then known switches.
 
 A switch is an environment variable of NCCL or gloo. The first set of switches that works is the
 fix, if the ranks fail again without this set. The doctor never sets a switch for a training. All
@@ -34,7 +34,7 @@ _INTERFACE = "nothing if this is the fastest network of the node; other networks
 def switch_sets(request: Request) -> list[Switches]:
     """Return the sets of switches that have helped somebody, the cheapest first.
 
-    With several nodes only the network to node 0 is tried, because all nodes try equally many sets.
+    With several nodes, only the interface to node 0 is tried, so that each node tries as many sets.
     """
     names = sorted(interfaces(), key=lambda name: name == "lo")
     if request.nodes > 1:
@@ -78,7 +78,7 @@ class _Attempts:
         this, later = self.meeting.request.machine_rank, max(0.0, self.meeting.request.seconds_left) + _LATER
         said = self.meeting.exchange(later, failure=own and asdict(own), failed=failed)
         self.failed = [node for node, one in enumerate(said) if one and one["failed"] and node != this]
-        gone = StageFailure("rendezvous", "stopped answering", "read what the doctor prints there", by_another=True)
+        gone = StageFailure("rendezvous", "stopped answering", "read the doctor's output on that node", by_another=True)
         failures = [
             (node, StageFailure(**one["failure"]) if one else gone)
             for node, one in enumerate(said)
@@ -100,7 +100,7 @@ class _Attempts:
         request = self.meeting.request
         if request.seconds_left <= 0 or not (first.stage in OF_LINKS or first.by_signal):
             return first.check()
-        # Measurements are left out, unless they failed.
+        # Leave out the measurements, unless one of them failed.
         needed = {"start", "rendezvous", "connection", "end", first.stage}
         self.stages = tuple(stage for stage in (STAGES if request.processes > 1 else OF_ONE) if stage in needed)
         again = self.run("trying the same run again")

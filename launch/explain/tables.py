@@ -26,7 +26,7 @@ STEPS = 11
 class Variant:
     """One way to take the same optimizer step, and the reason for its result.
 
-    `clip`: the gradient is clipped after it is "unscaled" (right) or while still "scaled" (wrong).
+    `clip`: the gradient is clipped once "unscaled" (right) or while "scaled" (wrong); never if "".
     `goal`: the variant's heading in the table of goals; empty if the table leaves the variant out.
     """
 
@@ -140,7 +140,7 @@ def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def measured(topic: str, device: str, cores: int) -> Json:
-    """Run `steps.measure` on all ranks. Raise `Failure` with the last lines of each failed rank."""
+    """Run `steps.measure` on all ranks. Raise `Failure` with each failed rank's last log line."""
     requests = [{"topic": topic, "device": device, "rank": rank} for rank in range(RANKS)]
     environment = {**os.environ, THREADS: str(threads_per_process(cores, RANKS))}
     with processes.ask("launch.explain.steps", requests, environment) as ranks:
@@ -194,7 +194,7 @@ def goals(rows: list[Json]) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows of a table with columns for accumulation, for AMP and for both."""
     first, shown = rows[0], [row for row in rows if row["goal"]]
     return ["", *(row["goal"] for row in shown)], [
-        ["is for", "batches beyond memory", "faster arithmetic, smaller activations", "large batches, fast"],
+        ["is for", "batches too large for memory", "faster arithmetic, smaller activations", "large batches, fast"],
         ["memory", *(f"x {row['peak_bytes'] / first['peak_bytes']:.2f}" for row in shown)],
         ["speed", *(_speed(row, first) for row in shown)],
         ["gradient is off by", *(f"{row['difference']:.1g}" for row in shown)],

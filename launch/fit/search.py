@@ -2,8 +2,8 @@
 
 For each candidate micro-batch, every rank starts a process, the probe, which takes two steps of the
 real run with the longest example. The rank itself holds nothing on the GPU. A micro-batch fits if
-it runs on all ranks. The ranks share results through a store, because a process group would need a
-network that gloo finds (or, with NCCL, GPU memory).
+it runs on all ranks. The ranks share results through a store, because a process group would need
+GPU memory (NCCL) or a network interface that gloo finds.
 """
 
 import os
@@ -29,7 +29,7 @@ from recipes.run.batch import Batch
 
 PROBE = __name__
 RESERVE = 0.05  # the share of the limit to keep free: in a long run lengths vary and memory fragments
-_GRACE = 3  # seconds in which the other ranks may report why they fail, once one rank has failed
+_GRACE = 3  # seconds after the first failure in which other ranks may report their own
 _STEPS = 2  # the optimizer has its state from the second step on
 
 # A probe saves and reports nothing, and its schedule needs no evaluation.
@@ -46,7 +46,7 @@ _SETTINGS = {
 
 def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     """Return the run with the largest micro-batch that fits. A fit.json that is valid for this run
-    makes the search unnecessary, but `--fit_only` always searches.
+    replaces the search, except with `--fit_only`.
 
     `argv` holds train.py's arguments. Raises `UserError` if no micro-batch fits, and `Failure` if a
     probe fails for a reason other than memory.
@@ -174,7 +174,7 @@ def _probe_here(request: Json, world: World, port: int) -> Json:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if "RANK" in environment:  # the probes form a process group of their own
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    if own_threads() is None:  # a probe would read the launcher's 1 as the user's choice
+    if own_threads() is None:  # else a probe takes the launcher's 1 for the user's choice
         environment.pop(THREADS, None)
     store, failed = early_store(world), f"micro-batch {request['micro_batch']} has failed"
     with processes.ask(PROBE, [request], environment) as (child,):

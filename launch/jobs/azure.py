@@ -143,8 +143,8 @@ class Azure(Target):
 
     def output_of(self, job: Job) -> str:
         """Return the datastore path of the checkpoints. The same command line by the same person
-        gets the same path, and so resumes. Other flags of train.py or other `--data` get another
-        path, unless `--output_uri` or `--job_name` is given.
+        gets the same path, so the job resumes. Other flags of train.py or other `--data` get
+        another path, unless `--output_uri` or `--job_name` is given.
         """
         if self.output_uri:
             return _remote("output_uri", self.output_uri)
@@ -196,7 +196,7 @@ class Azure(Target):
         return code
 
     def check(self, text: str, job: Job) -> None:
-        """Raise `UserError` if `text` holds a secret or does not pass Azure's installed parser."""
+        """Raise `UserError` if `text` holds a secret, or if Azure's installed SDK refuses it."""
         without_secrets(text)
         with tempfile.TemporaryDirectory() as folder:
             self.stage(job, Path(folder))
@@ -274,7 +274,7 @@ def _named(name: str | None) -> str | None:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for bash, so that Azure replaces no `${{...}}` and no old `{...}` in it."""
+    """Quote a word for bash, and keep Azure from replacing `${{...}}` or the old `{...}` in it."""
     quoted = shlex.quote(word)
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
@@ -381,14 +381,14 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
 
 
 def training_in(content: Json) -> Training | None:
-    """Return the training in a job's command, with the values of inputs; None if there is none."""
+    """Return the training in a job's command, with inputs filled in; None without a training."""
     inputs, outputs = mapping(content.get("inputs")), mapping(content.get("outputs"))
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():
         values[f"inputs.{name}"] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
     command = str(content.get("command", "")).replace("\\\n", " ")
     line = next((line for line in command.split("\n") if "launch/train.py" in line), "")
-    with contextlib.suppress(ValueError):  # a quotation is not closed, or no word is the script
+    with contextlib.suppress(ValueError):  # a quotation mark is not closed, or no word is the script
         words = shlex.split(re.sub(r"\$\{\{\s*([\w.]+)\s*}}", lambda found: values.get(found[1], found[0]), line))
         script = [word.endswith("launch/train.py") for word in words].index(True)
         before = " ".join(words[:script]).replace("=", " ").split()

@@ -1,6 +1,6 @@
 """A job, which is one resolved run with its nodes and processes, and `Target`, where jobs are sent.
 
-Every target renders the same job.
+Every target renders the same `Job`.
 """
 
 import contextlib
@@ -81,13 +81,13 @@ def checked_job(
 ) -> Job:
     """Return the job that runs train.py with the arguments `argv` in `place`, if the run is legal.
 
-    `recipe` is None for the recipe in --config's file, or for the default. `accelerate_config` is
-    the file or name of an Accelerate YAML that replaces the recipe's own. `data` is what the target
-    mounts (`--data`). `starts_here` means that train.py starts next in this terminal, so that
-    train.py itself prints the advice, and no text of the job is stored.
+    If `recipe` is None, --config's file names the recipe, or it is the default. `accelerate_config`
+    is the file or name of an Accelerate YAML that replaces the recipe's own. `data` names the data
+    that the target mounts (`--data`). With `starts_here`, train.py starts next in this terminal:
+    train.py prints the advice, and no text of the job is stored.
 
-    Raises `UserError` with every problem of the run. Also raises it if several processes are asked
-    for and the engine starts only one, or if a token would be stored in the job's text.
+    Raises `UserError` with every problem of the run, or if the engine starts only one of several
+    requested processes, or if a token would be stored in the job's text.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     run = with_fit(resolve(words, place, {"dataset_name": list(data)} if data else {}, "--data"))
@@ -211,7 +211,7 @@ class Target:
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """Print the job's log so far; with `following`, go on printing until the job has ended.
+        """Print the job's log so far; with `following`, keep printing until the job has ended.
 
         Without `following`, raises `UserError` if there is no log.
         """

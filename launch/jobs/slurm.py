@@ -86,7 +86,7 @@ for folder in "$PWD" "$HOME" "$HF_HOME" "${HF_HUB_CACHE-}" "${HF_DATASETS_CACHE-
 done
 mkdir -p "${folders[@]}" || exit 1
 binds=$(printf '%s\\n' "${folders[@]}" | sort -u | sed 's/.*/&:&/' | paste -sd ,)
-@more@# Set again inside, because the image may set other values. PYTHONNOUSERSITE hides packages of the home folder.
+@more@# Set HOME and HF_HOME again inside: the image may change them. PYTHONNOUSERSITE hides packages in HOME.
 printf -v home 'export HOME=%q HF_HOME=%q PYTHONNOUSERSITE=1' "$HOME" "$HF_HOME"
 @runner@
 """
@@ -102,7 +102,7 @@ _PYXIS = 'container=(--container-image=@image@ "--container-mounts=$binds" "--co
 
 
 def _filled(template: str, **values: object) -> str:
-    """Replace each `@name@` of the template by its value. An `@name@` inside a value stays."""
+    """Replace each `@name@` of the template with its value. An `@name@` inside a value stays."""
     return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), template)
 
 
@@ -147,7 +147,7 @@ class Slurm(Target):
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return the job's nodes. Their GPU type is assumed, as it cannot be read from here."""
+        """Return the job's nodes. The GPU type is assumed, because it cannot be read from here."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
             what = f"{self.gpus_per_node!r} is neither N nor TYPE:N"
@@ -200,8 +200,8 @@ class Slurm(Target):
         )
 
     def _launcher(self, job: Job) -> str:
-        """Return the command of each node. It calls our launcher, because accelerate's dies of
-        SIGUSR1, and with one process of SIGTERM too. Slurm would then kill ranks before they save.
+        """Return the command of each node. The command calls our launcher: accelerate's own dies of
+        SIGUSR1 (of SIGTERM too with one process), and Slurm then kills ranks before they save.
         """
         launcher, meeting = quoted(launch_words(job, self.python)), []
         if job.nodes > 1:
@@ -213,10 +213,10 @@ class Slurm(Target):
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
-        """Return bash that sets `container`, the words before the command, and `home`, code inside.
+        """Return bash that sets `container` (starts the container) and `home` (runs inside, first).
 
-        FILE.sif is run by apptainer (or singularity, with the same options), any other image by
-        pyxis, a plugin of srun. Both accept folders as SRC:DST,SRC:DST. The container uses the
+        apptainer (or singularity, with the same options) runs FILE.sif; pyxis, a plugin of srun,
+        runs any other image. Both accept folders as SRC:DST,SRC:DST. The container uses the
         image's python and accelerate, and our package from this path. The options come from the
         documentation and source of apptainer and pyxis: each site must try its image and settings.
         """

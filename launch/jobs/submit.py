@@ -43,14 +43,14 @@ def submit(
 ) -> int:
     """Submit train.py with the arguments `argv`, or show what would be sent. Return the exit code.
 
-    `accelerate_config` is an Accelerate YAML that replaces the recipe's own, `comment` a line for
-    the top of the job's text. Raises `UserError` with everything that is wrong with the run or the
-    job. Before a job goes to another machine, the libraries here must also accept the settings; a
-    dry run skips this check, which takes seconds.
+    `accelerate_config` is an Accelerate YAML that replaces the recipe's own. `comment` is a line
+    for the top of the job's text. Raises `UserError` with every problem of the run or the job.
+    Before a job goes to another machine, the libraries here must also accept the settings; a dry
+    run skips this check, which takes seconds.
     """
     if output and not dry_run:
         raise mistake("output", "works only with --dry_run", "add --dry_run, or leave out --output")
-    if processes_per_node is None and isinstance(target, Azure):  # nobody here knows how many GPUs a node there has
+    if processes_per_node is None and isinstance(target, Azure):  # the GPUs of Azure's nodes cannot be read from here
         print_note(
             "one process on each node: --processes_per_node N starts one for each of N GPUs", console(stderr=True)
         )
@@ -67,7 +67,7 @@ def submit(
         return _show(text, job, target, output)
     if target.WRITES_HERE:
         refuse_while_in_use(job.folder)
-    if not isinstance(target, Local):  # on this machine, train.py finds them
+    if not isinstance(target, Local):  # here, train.py itself makes this check
         raise_errors(probe_in_child(job.run))
     return target.send(text, job)
 
@@ -181,7 +181,7 @@ def newest(folder: Path) -> tuple[Path, Submission]:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the folders of runs: the folder itself and folders in it, the newest run first."""
+    """Return the runs: the folder and folders in it, newest first. Raises `UserError` if none."""
     runs = [run for run in (folder, *folder.glob("*")) if (run / NAME).is_file() or (run / record.NAME).is_file()]
     if not runs:
         raise mistake("FOLDER", f"no run was submitted or started in {folder}", "give the --output_dir of a run")
@@ -207,7 +207,7 @@ def _described(folder: Path) -> tuple[str, str, str]:
     except UserError as error:  # the other runs can still be described
         return where, outcome or "unknown", str(error)
     if target.is_over(state):
-        if outcome == "running":  # the run ended before it could write its outcome
+        if outcome == "running":  # the run died before it could write its outcome
             outcome = "ended unexpectedly (killed?)"
         before = record.read(folder).get("status", "unknown")  # a start with nothing to train changes no status
         state = ", ".join(filter(None, (state, outcome))) or f"ended; status of an earlier start: {before}"

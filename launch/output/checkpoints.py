@@ -65,7 +65,7 @@ class Checkpoint:
 
 
 def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | None = None) -> None:
-    """Mark the checkpoint as unfinished, by a manifest that names the engine, processes and run.
+    """Mark the checkpoint as unfinished, with a manifest that names engine, processes and run.
 
     The manifest is flushed to the disk, so that it survives any crash.
     """
@@ -142,8 +142,8 @@ def described(folder: Path, names: Collection[str]) -> Json:
 
 
 def _described(file: Path) -> Json:
-    """Return the size and checksum of a file. XXH3 with 128 bits is as fast as memory, and detects
-    any damage.
+    """Return the size and checksum of a file. 128-bit XXH3 is as fast as memory, and in practice
+    detects any damage.
     """
     with file.open("rb", buffering=0) as stream:
         checksum = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def inspect(path: Path, run: Json | None = None) -> Checkpoint:
 
 
 def _faults(path: Path, names: list[str]) -> list[str]:
-    """List the missing, changed or broken files, a line each. A manifest covers every byte."""
+    """List what is missing, changed or broken, a line each. With a manifest, check every byte."""
     if not (path / MANIFEST).exists():
         if (path / _TRAINERS_MARKER).exists():
             return ["its save was not completed"]

@@ -131,7 +131,7 @@ class AnyWorld:
         if not self._differs(Path(checkpoint)):
             deepspeed_load_checkpoint(engine, checkpoint, load_module_strict)
             return
-        # Set for this call only: the best checkpoint, read at the end, may need no conversion.
+        # For this call only, because the best checkpoint, read at the end, may need no conversion.
         engine._config.load_universal_checkpoint = True
         try:
             deepspeed_load_checkpoint(engine, str(copy), load_module_strict)
@@ -164,7 +164,7 @@ def read_by(reader: AnyWorld | None) -> Iterator[None]:
 
 
 def shards(checkpoint: Path) -> int:
-    """Return over how many ranks DeepSpeed's ZeRO shards the optimizer; 0 if it shards nothing."""
+    """Return how many shards of the optimizer DeepSpeed's ZeRO has saved; 0 without ZeRO."""
     names = (_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*_optim_states.pt"))
     return max((int(name.group(1)) + 1 for name in names if name), default=0)
 
@@ -173,8 +173,8 @@ def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
     """Restore what DeepSpeed leaves out when it reads a universal checkpoint.
 
     ZeRO-3 gives all parameter groups the settings of the first group, so that groups without weight
-    decay would get weight decay. In torch's Adam, all weights get the same step counter, which each
-    weight would increase. Buffers that training changes, such as BatchNorm's, are not read at all.
+    decay would get weight decay. With torch's Adam, all weights would share one step counter, and
+    each would increase it. Buffers that training changes, such as BatchNorm's, are not read at all.
     """
     import torch
 
@@ -202,8 +202,8 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    """Convert the DeepSpeed checkpoint in a folder global_stepN. This runs in a child process,
-    which imports DeepSpeed for a CPU, and whose end frees the memory.
+    """Convert the DeepSpeed checkpoint in a folder global_stepN. This runs in a child process, so
+    that DeepSpeed is imported for a CPU, and all memory is freed at the end.
 
     Answers with the reason why the conversion is impossible, or with an empty text when it is done.
     """

@@ -1,4 +1,4 @@
-"""run.json, the record of a run: settings, environment, outcome. A damaged record is ignored."""
+"""run.json, the record of a run: settings, environment, outcome. A resume ignores a damaged one."""
 
 import contextlib
 import hashlib
@@ -44,7 +44,7 @@ IDENTITY = (
 KEPT_BY_RESUME = (
     "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 ).split()
-# A resume uses the new value of these settings, and then is no longer the same training.
+# A resume uses the new values of these settings, so that it is no longer the same training.
 CHANGES_COURSE = (
     "global_batch_size dataset_streaming seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip "
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
@@ -63,7 +63,7 @@ PACKAGES = (
     "numpy", "liger-kernel", "flash-attn",
 )  # fmt: skip
 # Variables that can change what a run computes: the GPUs, the order of sums, the kernels, switches
-# of libraries. Variables that only hold the path of something (_ONLY_A_PLACE) are left out.
+# of libraries. Those that hold only a path or a setting of torch elastic (_ONLY_A_PLACE) cannot.
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES OMP_NUM_THREADS MKL_NUM_THREADS CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE PYTHONHASHSEED "
     "NCCL_* GLOO_* ACCELERATE_* FSDP_* DS_* TORCH_* TORCHINDUCTOR_* PYTORCH_* HF_* TRANSFORMERS_*"
@@ -79,7 +79,7 @@ FIELDS = {
     "world_size": "number of processes",
     "local_world_size": "number of processes on each node",
     "data_parallel_size": "number of processes, or groups of processes, that got examples of their own",
-    "started": "when the run began: local time with the UTC offset",
+    "started": "when the run began, in UTC",
     "ended": "when the run ended",
     "command": "train.py and its arguments",
     "launcher": "the launcher and its arguments; empty if there was none",
@@ -88,7 +88,7 @@ FIELDS = {
     "paths": "setting -> absolute path of the file or folder that the setting named",
     "folder": "the folder where the run was started, to which relative paths refer",
     "environment": "environment variables that can change what the run computes, as the user had set them",
-    "run": "the run's id, also in its checkpoints, and the checkpoint that it began from, if one was named",
+    "run": "the run's id (also in its checkpoints) and, if the user named one, the checkpoint that it began from",
     "data": "a hash of the local or demonstration data, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
     "classes": "names of a classifier's outputs, in the model's order",
@@ -98,7 +98,7 @@ FIELDS = {
     "checksum": "checksum of all other fields",
     "versions": "versions of Python and the libraries; null if not installed",
     "code": "version of this program, hash of its source, and a checkout's commit, with -dirty if changed",
-    "hardware": "GPUs, CPU and cores of the first process, and values derived from them",
+    "hardware": "GPUs, CPU and cores of the first process, and whether Liger is installed there",
     "model_files": "size and checksum of each file of the saved model, its configuration and tokenizer",
     "log_history": "Trainer's log entries, such as losses",
     "global_step": "optimizer steps, including those before a resume",
@@ -178,7 +178,7 @@ def _checksum_of(content: Json) -> str:
 
 
 def write(folder: str | Path, content: Json, name: str = NAME) -> None:
-    """Write the record with a checksum, or another JSON, so that nobody can read half a file."""
+    """Write the record with a checksum, or another JSON file without one, atomically."""
     content = recorded.plain(content)
     text = json.dumps(sealed(content) if name == NAME else content, indent=2)
     write_whole(Path(folder) / name, text.encode())
@@ -206,8 +206,8 @@ def kept_record(
     `preempted`, `interrupted`, `out_of_memory` or `failed`. Yields a dict, which the training fills
     with the results. `classes` are the names of a classifier's outputs.
 
-    Rank 0 writes the file. If another rank runs out of memory, rank 0 sees only a lost connection;
-    then the other rank sets the status, and its out_of_memory.json keeps it.
+    Rank 0 writes the file. If another rank runs out of memory, rank 0 sees only a lost connection.
+    Then the other rank writes out_of_memory.json, from which rank 0 learns the status.
     """
     results: Json = {}
     content, kept = started(run, world.size, data_commit), earlier.kept
@@ -265,7 +265,7 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
     return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
 
 
-# --- What a run is, and what is around it ---------------------------------------------------------
+# --- The fields of a record -----------------------------------------------------------------------
 
 
 def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml: str | None = None) -> Json:
@@ -375,8 +375,8 @@ def _accelerate_config(launcher: list[str]) -> str | None:
 
 
 def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
-    """Return absolute path -> content of the files that define the run: the recipe's files, the
-    Accelerate YAML, and the JSON files that settings or the YAML name.
+    """Return absolute path -> content (a hash if it seems secret) of the files that define the run:
+    the recipe's files, the Accelerate YAML, and the JSONs that settings or the YAML name.
     """
     paths = [*run.recipe.files, run.recipe.engine if run.recipe.files else None, yaml]
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]

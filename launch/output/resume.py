@@ -77,8 +77,8 @@ def _locked(run: RunSpec, kind: int) -> int:
 
 
 def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
-    """Move an older run aside if --fresh is given, and remove converted copies of checkpoints that
-    a killed run has left. Call this just before training, after all other checks have passed.
+    """Archive an older run if --fresh is given, and remove converted copies of checkpoints that a
+    killed run has left. Call this just before training, after all other checks have passed.
 
     Raises `UserError` if the disk has no room for `needed_bytes`, which the run is going to save.
     """
@@ -147,7 +147,7 @@ def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
     return Earlier()
 
 
-# A finished run with other values of these is still the model that was asked for, or ends sooner.
+# New values of these settings give a finished run the same model, or only end it sooner.
 _NO_OTHER_MODEL = ("logging_steps", "save_steps", "eval_steps", "max_steps", "num_train_epochs")
 
 
@@ -281,13 +281,13 @@ def _skip(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
-# --- What makes it another training ---------------------------------------------------------------
+# --- The same training, or another ----------------------------------------------------------------
 
 
 def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -> None:
     kept = [name for name in record.KEPT_BY_RESUME if run.explicit(name) and name not in _NO_OTHER_MODEL]
     changed = record.changes(old, run, [*record.IDENTITY, *kept])
-    if run["problem_type"] is None:  # the data decides the type, and the data is the same
+    if run["problem_type"] is None:  # the data decides the type, and is the same
         changed.pop("problem_type", None)
     if run["use_peft"] and not run.explicit("dtype"):  # the dtype of frozen weights depends on the GPU
         changed.pop("dtype", None)

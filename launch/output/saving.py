@@ -105,5 +105,5 @@ def _complete(folder: Path, names: list[str], limit: int | None, best: str | Non
     try:
         checkpoints.commit(folder, names)
     except FileNotFoundError:
-        return  # somebody has deleted the checkpoint meanwhile
+        return  # the user has deleted the checkpoint meanwhile
     checkpoints.rotate(folder, limit, best)

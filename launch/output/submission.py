@@ -44,7 +44,7 @@ def noted(folder: Path) -> Submission | None:
 def announce(folder: Path, submission: Submission, found_at: Mapping[str, str], cancel: str) -> None:
     """Record a submitted job, and print where to find it (`found_at`) and how to follow it.
 
-    The job exists already, so if submission.json cannot be written, that is only printed.
+    The job exists already, so a failure to write submission.json is only printed.
     """
     try:
         note(folder, submission)

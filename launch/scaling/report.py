@@ -95,8 +95,8 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """Return how the file names of each training begin: letters, digits, `-`, `.` and `_`. If two
-    trainings would get the same beginning, upper or lower case, each gets a number.
+    """Map each training to the start of its file names: letters, digits, `-`, `.` and `_`. If two
+    starts differ at most in upper and lower case, each gets a number.
     """
     plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
     folded = [stem.casefold() for stem in plain]
@@ -106,12 +106,12 @@ def file_stems(names: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Findings:
-    """The analysis of timings, and the command that asked for the report."""
+    """The analysis of timings, and the command that writes the report."""
 
     series: list[Series]
     applied: list[Applied]
     command: str
-    measured_in: Path | None  # the folder in which `recipes scale run` can try advice, None for other timings
+    measured_in: Path | None  # where `recipes scale run` can try the advice; None if it did not measure the timings
 
     @property
     def names(self) -> list[str]:
@@ -137,7 +137,7 @@ def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -
 
 @dataclass(frozen=True)
 class Section:
-    """The text about one series: sentences, and each advice with its commands."""
+    """The text about one series: its sentences, and each piece of advice with its commands."""
 
     title: str
     sentences: list[str]
@@ -166,7 +166,7 @@ def _advice_words(size: Size, advice: Advice) -> str:
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
     """Return the flags of an advice, and the `scale run --apply` command that tries the advice.
 
-    The command is left out for other programs' timings. The list is empty if there are no flags.
+    Timings of other programs get no command. Without flags, the list is empty.
     """
     processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
     flags = " ".join(filter(None, [*processes, advice.shown_flags]))

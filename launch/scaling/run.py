@@ -129,7 +129,7 @@ def points(
     sizes: Sequence[int] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> list[Point]:
-    """Return the points to measure: by default every world size of this machine with `standard`."""
+    """Return the points to measure: by default the recipe `standard` at 1, 2, 4, ... processes."""
     sizes = sorted(set(sizes or _all_sizes()))
     found = []
     for recipe in recipes or ["standard"]:
@@ -180,7 +180,7 @@ def _measure_in_turns(
 ) -> list[Point]:
     """Measure every point `repeats` times, and reverse the order after each round.
 
-    Return the points that failed. A point that has failed is not measured again.
+    Return the points that failed. A failed point is not measured again.
     """
     largest = max(point.num_processes for point in points)
     failed: list[Point] = []
@@ -220,7 +220,7 @@ def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: 
 
 
 def _run(text: str, log: IO[bytes]) -> int:
-    """Run a job's script and return its exit code. An interrupt ends the training first."""
+    """Run a job's script, return its exit code. On an interrupt, end the training, then raise."""
     process = processes.start(["bash", "-c", text, "recipes"], log)
     try:
         return process.wait()

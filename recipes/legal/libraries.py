@@ -1,8 +1,8 @@
 """Collects facts about the installed libraries from the libraries' own classes.
 
 `schema` runs this module in a separate process, because the imports take seconds, and caches the
-answer. Each function returns facts about one library, by the fact's name. `schema.names` reads a
-fact that is a list, such as `names("report_to")`. Add a new fact to its library's function.
+answer. Each function returns facts about one library, by their names. `schema.names` reads a fact
+that is a list, such as `names("report_to")`. Add a new fact to its library's function.
 """
 
 import ast
@@ -17,8 +17,8 @@ from typing import Any
 
 from recipes.legal.schema import Field, Json, fields_of, package_folder
 
-# Packages that the libraries import if they are installed, although no fact needs them. None in
-# sys.modules makes these packages look absent, which saves a quarter of the time.
+# Packages that the libraries import if installed, although no fact needs them. None in sys.modules
+# makes a package look absent, which saves a quarter of the time.
 ABSENT: dict[str, Any] = dict.fromkeys(("bitsandbytes", "datasets", "scipy", "sklearn"))
 
 
@@ -153,7 +153,7 @@ def liger() -> Json:
 def deepspeed() -> Json:
     """Return the keys of a DeepSpeed JSON, read from the source because an import takes a second.
 
-    No class lists the top-level keys, so the result is every word in the source: all keys and more.
+    No class lists the top-level keys, so the result is every word quoted there: all keys and more.
     """
     folder = package_folder("deepspeed")
     assert folder, "DeepSpeed is not installed"

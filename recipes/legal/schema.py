@@ -104,7 +104,7 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
 def names(of: str) -> tuple[str, ...]:
     """The legal names in a setting or file, such as `report_to` or `accelerate_yaml`.
 
-    Empty if the names are unknown, for example `deepspeed_json` without DeepSpeed.
+    Empty if the names are unknown, for example those of `deepspeed_json` without DeepSpeed.
     """
     return tuple(facts().get(of, ()))
 
@@ -146,8 +146,8 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "liger_
 def facts() -> Json:
     """Return the facts that `recipes.legal.libraries` collects, cached until the next install.
 
-    If several processes start together, only one imports the libraries, unless the cache is not
-    writable. Raises `UserError` if a library is missing or cannot be imported.
+    If several processes start together, only one imports the libraries, provided that the cache can
+    be written. Raises `UserError` if torch, transformers or accelerate cannot be imported.
     """
     file = hf_home(os.environ) / "accelerate-recipes" / f"legal-{_fingerprint()}.json"
     if (kept := _kept(file)) is not None:

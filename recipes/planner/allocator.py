@@ -1,7 +1,7 @@
 """The GPU memory that torch reserves for a training, found by a replay of the training's requests.
 
 `Allocator` follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13,
-for one stream, without CUDA graphs, with torch's default settings. Sizes are in bytes.
+for one stream without CUDA graphs, with default or expandable segments. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: the size of the small pool's segments
 LARGE_SEGMENT = 20 * MIB  # large_segment_size_: the size of segments for requests below MIN_LARGE
 MIN_LARGE = 10 * MIB  # kMinLargeAlloc: a request of at least this size gets a segment of its own size
 _ENDLESS = 1 << 60
-ROUND_LARGE = 2 * MIB  # kRoundLarge: the size of such a segment is rounded up to a multiple of this
+ROUND_LARGE = 2 * MIB  # kRoundLarge: segments for requests from MIN_LARGE up are a multiple of this
 
 _DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
 # A trace is up to 0.7 % off the bytes that a GPU allocates (python -m tests.benchmarks.published).
@@ -76,8 +76,8 @@ Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size cl
 class Allocator:
     """Count bytes as torch.cuda.memory_allocated and memory_reserved do.
 
-    An `expandable` allocator has one endless segment for each size class, of which the part up to
-    the farthest block so far is reserved.
+    An `expandable` allocator has one endless segment for each size class. Its reserved part ends
+    behind the farthest block so far.
     """
 
     def __init__(self, expandable: bool = False) -> None:
@@ -160,7 +160,7 @@ class Requests:
     def __init__(self) -> None:
         self.events: list[int] = []
         self.made = 0
-        self.loaded = 0  # the number of events before the first step, whose sizes are known exactly
+        self.loaded = 0  # the number of events before the first step; the sizes in them are exact
 
     def allocate(self, size: int) -> int:
         self.events.append(size)
@@ -196,7 +196,7 @@ class Requests:
         return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
-        """Add what `from_pretrained`, and then peft's casts, allocate for all frozen parameters.
+        """Add the requests of `from_pretrained`, and then of peft, for all frozen parameters.
 
         `from_pretrained` first allocates and frees the total (`caching_allocator_warmup`), then
         packs each matrix on the GPU into `packed` bytes per parameter. Last, peft casts all other
@@ -242,10 +242,10 @@ class Requests:
 
 
 def with_cached(memory: Memory, limit: int) -> Components:
-    """Return the run's memory with cuBLAS's workspaces and the memory that torch caches.
+    """Return the run's memory with cuBLAS's workspaces and torch's cache; on a CPU without either.
 
     Expandable segments give back cached memory rather than exceed `limit` bytes. The cache is
-    0 if the allocations alone exceed `limit`.
+    left out if the allocations alone exceed `limit`, and for a LOOP, whose requests are unknown.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
@@ -257,10 +257,10 @@ def with_cached(memory: Memory, limit: int) -> Components:
     if memory.run["expandable_segments"]:
         found = requests.replay(expandable=True)
         idle = found.reserved - found.peak_allocated
-        if memory.kind == "fsdp":  # gradients come from the stream of reduce-scatters, whose pool stays
+        if memory.kind == "fsdp":  # the pool of the reduce-scatters' stream stays reserved for gradients
             idle += max(0, memory.gradients - states.gradients)
         return replace(states, cached=min(idle, limit - states.total))
-    # In the replay, DeepSpeed's and FSDP's states stay at their fullest: some bytes too many.
+    # The replay holds DeepSpeed's and FSDP's states at their fullest, so subtract its own peak.
     allocated = requests.replay().peak_allocated if casts_the_model(memory.run) else states.allocated
     return replace(states, cached=max(0, requests.reserved() - allocated))
 
@@ -270,8 +270,8 @@ def requests_of(memory: Memory, states: Components) -> Requests:
 
     Two steps are needed because the first update puts the optimizer's state where activations were.
     A third micro-batch would only repeat the second one. With DeepSpeed and FSDP, each of `states`
-    is one allocation at the start, and so is the most that is ever gathered of parameters. ZeRO-1
-    and ZeRO-2 allocate their bucket in each micro-batch.
+    is one allocation at the start; parameters include the most that is ever gathered. ZeRO-1 and
+    ZeRO-2 allocate their bucket at the start of each step, and free it after the backward.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights

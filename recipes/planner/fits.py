@@ -40,8 +40,8 @@ from recipes.run import RunSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# In tests/benchmarks/published.py, one published value of torch's reserved memory is 3.5 % above
-# the plan. The others are at most 1.6 % above.
+# On GPUs, plans were at most 5 % below the memory that was read, for models with experts 8 to 11 %
+# (tests/benchmarks/README.md).
 MARGIN = 0.06
 _estimators: dict[Any, Estimator] = {}  # by model, for all plans of this process
 
@@ -97,7 +97,7 @@ class Estimator:
         return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
 
     def _evaluation(self, run: RunSpec) -> Traced | None:
-        """Return the trace of one evaluation batch, None if the run has no evaluations.
+        """Return the trace of one evaluation batch, or None if the run has no evaluations.
 
         Trainer evaluates with the training's autocast: `bf16_full_eval` takes effect only after the
         last step (`evaluation_loop`). Trainer keeps no logits of language models between batches,
@@ -111,7 +111,7 @@ class Estimator:
 
     def _of_case(self, run: RunSpec, case: Case) -> Traced:
         if case.compiled:
-            with contextlib.suppress(Exception):  # without these savings the plan is too high, and says so
+            with contextlib.suppress(Exception):  # if it fails, plan uncompiled layers: too high, and a note says so
                 return self._of_batch(run, case)
             case = replace(case, compiled=False)
         try:
@@ -121,9 +121,9 @@ class Estimator:
             raise mistake("model", what, "use recipes fit, which measures the memory in real steps") from None
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
-        """Extrapolate from copies of the smallest batch, as many as have no factor in common with a
-        size of the model (`at_batch`). Liger computes the loss in chunks of 2^n tokens: as many in
-        a batch of 4 as in one of 8, and as many in 6 as in 12.
+        """Extrapolate from copies of a small batch. Their number has no factor in common with any
+        size of the model (`at_batch`). The small batch is 1, or with Liger the batch's odd factor:
+        chunks of the loss have 2^n tokens, so batches of 3, 6 and 12 have equally many chunks.
         """
         from recipes.planner.trace import as_traced, trace_any
 
@@ -318,7 +318,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> Iterator[str]:
-    """Yield notes on loading, loops over a sequence, Liger, torch.compile and unfused attention."""
+    """Yield notes on loading, loops, Liger, label smoothing, torch.compile, unfused attention."""
     if moment == LOADING:
         yield "loading needs more memory than steps: each GPU holds all weights in 4 bits until they are sharded"
     if LOOP in kernels:

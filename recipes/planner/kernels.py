@@ -45,7 +45,7 @@ class Operations(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _GROUPED_MATMULS and is_divided():
-            raise NotImplementedError("compiled experts are not planned: their kernel is another one")
+            raise NotImplementedError("compiled experts run another kernel, which is not planned")
         if func in _GROUPED_MATMULS:
             return _GroupedMatmul.apply(*args[:2])
         if not self.on_cuda:
@@ -97,7 +97,7 @@ def _in_fp32(value: object) -> object:
 
 
 def _dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Run `native_dropout` where CUDA does. Its mask takes one byte per element, for any dtype.
+    """Run `native_dropout` where CUDA does. The mask takes one byte per element, for any dtype.
 
     Source: `is_fused_kernel_acceptable` of ATen/native/Dropout.cpp. With p = 1, CUDA keeps no mask.
     """
@@ -148,12 +148,12 @@ class _GroupedMatmul(torch.autograd.Function):
 def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
     """True if a fused kernel (flash, efficient, cuDNN) supports the tensors.
 
-    All fused kernels save the same. Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. The
-    flash kernel needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The
-    efficient kernel supports masks, but needs aligned head sizes, and refuses bfloat16 below 8.0.
-    Up to torch 2.13, the efficient kernel refuses grouped heads (for later torch, plans are too
-    high). Grouped heads in fp32 run in the math kernel. Below 8.0, so do bfloat16 and unmasked
-    grouped heads: with a mask, transformers repeats heads.
+    All fused kernels save the same. Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. Flash
+    needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The efficient
+    kernel supports masks. It needs aligned head sizes, refuses bfloat16 below 8.0, and up to torch
+    2.13 refuses grouped heads (for later torch, plans are too high). cuDNN's kernel runs masked
+    grouped heads in 16 bits on 9.x and 10.x. The math kernel runs all else: grouped heads in fp32,
+    and below 8.0 grouped heads without a mask. With a mask, transformers repeats the heads.
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
@@ -204,7 +204,7 @@ def _attention(
 def _attention_backward(
     gradient: torch.Tensor, saved: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, and a tensor as large as all temporary ones:
+    """Return the gradients of query, key and value, and a tensor of the size of all temporary ones.
     16-bit kernels sum the queries' gradients in fp32. The flash kernel makes gradients of key and
     value for each query head, then sums those of a group. Source: mha_bwd of flash_api.cpp,
     workspace_size of mem_eff_attention/kernel_backward.h.
@@ -217,7 +217,7 @@ def _attention_backward(
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Save what a fused kernel saves, with a mask of its own (derivatives.yaml)."""
+    """Save the tensors that a fused kernel saves, and its copy of the mask (derivatives.yaml)."""
     query, key, value, bias = inputs
     ctx.save_for_backward(query, key, value, *output, *([] if bias is None else [bias]))
 
@@ -226,7 +226,7 @@ def _gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
     return *_backward(gradient, list(ctx.saved_tensors))[:3], None
 
 
-# Operations of their own, so that the partitioner of torch.compile sees what the backward needs.
+# Custom operations, so that the partitioner of torch.compile sees which tensors the backward needs.
 attention = torch.library.custom_op("accelerate_recipes::attention", _attention, mutates_args=())
 _backward = torch.library.custom_op("accelerate_recipes::attention_backward", _attention_backward, mutates_args=())
 attention.register_fake(_attention)
@@ -270,7 +270,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
     """Replace head and loss as liger-kernel 0.8.5 does, so that the full logits never exist.
 
-    The chunks are those of one of `copies` equal batches, and as many times as large.
+    The rows are `copies` equal batches. A chunk of them is `copies` times a chunk of one batch.
     """
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
@@ -282,7 +282,7 @@ def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
 
 def fuse_layers(model: Any) -> None:
     """Replace RMSNorm and the product of a gated MLP as liger-kernel 0.8.5 does (ops/rms_norm.py,
-    ops/swiglu.py). Its rotary embedding, which works in place, is left to the caller.
+    ops/swiglu.py). The caller replaces the rotary embedding, because Liger's works in place.
     """
     for layer in model.modules():
         if type(layer).__name__.endswith("RMSNorm"):
@@ -294,7 +294,7 @@ def fuse_layers(model: Any) -> None:
 
 
 class _Norm(torch.autograd.Function):
-    """Save the input and a number per row. The input's gradient overwrites the result's."""
+    """Save input, weight and a number per row. The input's gradient overwrites the result's."""
 
     @staticmethod
     def forward(ctx, rows, weight):
@@ -307,7 +307,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Save an activated gate and `up`. The gradients of both overwrite both."""
+    """Save the gate before its activation, and `up`. Their gradients overwrite the two."""
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -331,12 +331,12 @@ class _Loss(torch.autograd.Function):
     def forward(ctx, rows, weight, bias, capability, copies):
         (tokens, width), words = rows.shape, weight.shape[0]
         of_one = -(-tokens // copies // -(-words // width))
-        chunk = min(tokens, copies << (of_one - 1).bit_length())  # a power of 2 of each copy
+        chunk = min(tokens, copies << (of_one - 1).bit_length())  # rounded up to a power of 2 per copy
         of_rows = torch.empty_like(rows)
         of_weight = torch.empty_like(weight) if weight.requires_grad else None
         of_bias = torch.empty_like(bias) if bias is not None else None
         losses = torch.empty(tokens, dtype=torch.float32)
-        for _ in range(1 + (chunk < tokens)):  # the second time, autocast keeps a copy of the head
+        for _ in range(1 + (chunk < tokens)):  # in the second chunk, autocast holds a copy of the head
             logits = rows[:chunk] @ weight.t()
             product = logits @ weight
             del product

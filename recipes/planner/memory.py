@@ -29,12 +29,12 @@ PACKAGED = "recipes_packaged"
 EAGER, MATH = "eager", "math"
 
 LOOP = "loop"  # the model's own code loops over a sequence
-COMPILED = "compiled"  # equal layers keep what torch.compile keeps of them
+COMPILED = "compiled"  # equal layers keep only the tensors that torch.compile's partitioner keeps
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
-# The columns of a trace's allocations. Time is counted in allocations: how many were made before.
-# SIZE: bytes. FREED: time of the release, NEVER if the allocation outlives the trace. COMPLETE:
-# time when it becomes a complete gradient. LOGITS: 1 if the last dimension is the vocabulary.
+# The columns of a trace's allocations. A time is the number of allocations made until then. SIZE:
+# bytes. FREED: time of the release, NEVER if it outlives the trace. COMPLETE: time when it becomes
+# a complete gradient, NEVER if it is none. LOGITS: 1 if the last dimension is the vocabulary.
 SIZE, FREED, COMPLETE, LOGITS = range(4)
 NEVER = 1 << 62
 ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of CUDACachingAllocator.cpp
@@ -88,9 +88,9 @@ class Case:
     evaluation: bool = False  # a forward without gradients, by a model in eval mode
     capability: tuple[int, int] = (8, 0)
     liger: bool = False  # Liger computes the loss, without the full logits in memory
-    liger_layers: bool = False  # and norms, gated MLPs and rotary embeddings of the layers
+    liger_layers: bool = False  # Liger also computes the layers' norms, gated MLPs and rotary embeddings
     compiled: bool = False  # equal layers are compiled (accelerate's regional compilation)
-    copies: int = 1  # of the batch, which are traced as one batch
+    copies: int = 1  # how many copies of the batch are traced as one batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +98,8 @@ class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
     The forward makes the first `made_forward` rows of `allocations`. `kernels` names the unfused
-    attention that ran, LOOP if `at_length` made the trace, and COMPILED if layers were compiled.
-    `made_by` has each row's operation.
+    attention that ran, LOOP if `_at_length` made the trace, and COMPILED if layers were compiled.
+    `made_by` has each row's operation and size; it is empty after `_at_length`.
     """
 
     allocations: np.ndarray
@@ -121,7 +121,7 @@ class Traced:
         end = len(sizes)
 
         def at(times: np.ndarray, change: np.ndarray) -> np.ndarray:
-            """Sum the changes up to each allocation."""
+            """Sum the changes that happen until each allocation is made."""
             there = times <= end
             return np.bincount(times[there], change[there], end + 1).astype(int).cumsum()[1:]
 
@@ -164,7 +164,7 @@ class Components:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-# The moments of a training, one of which needs the most memory on a GPU.
+# The moments of a training at which a GPU may need the most memory.
 LOADING, TRAINING, UPDATE, EVALUATION = "loading", "training", "update", "evaluation"
 
 
@@ -211,7 +211,7 @@ def weight_bytes(run: RunSpec) -> int:
 
 
 def trained_bytes(run: RunSpec) -> int:
-    """Return the bytes of a trained parameter, which are also the bytes of its gradient.
+    """Return the bytes of a trained parameter, and equally of its gradient.
 
     Adapters are fp32 except with DeepSpeed. In mixed precision, accelerate casts trained parameters
     to fp32 for FSDP2 (`fsdp2_prepare_model`).
@@ -242,9 +242,9 @@ def shards(run: RunSpec) -> int:
 _MOMENTS = {"sgd": 0, "lomo": 0, "adalomo": 0, "adafactor": 0.01, "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3}
 _IN_8_BITS = 1 + FP32 / 256  # a byte, and an fp32 scale per block of 256: bitsandbytes (blockwise) and torchao
 _IN_4_BITS = 0.5 + FP32 / 128  # torchao/optim/adam.py: blocks of 128
-_IN_FP32 = ("adafactor", "lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_32bit")  # for any dtype of weights
+_IN_FP32 = ("adafactor", "lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_32bit")  # even for 16-bit weights
 
-# How many copies of all parameters torch's foreach update (the default on a GPU) makes for a while.
+# How many temporary copies of all parameters torch's foreach update (the default on a GPU) makes.
 # These are upper bounds: some optimizers make one copy only for weight decay or momentum.
 _TEMPORARIES = {"adamw_torch": 1, "adagrad": 2, "rmsprop": 2, "sgd": 1}
 
@@ -263,14 +263,14 @@ def few_bits(run: RunSpec) -> float | None:
 
 
 def optimizer_bytes_per_parameter(run: RunSpec) -> float:
-    """Return the least bytes the optimizer keeps per trained parameter, summed over devices."""
+    """Return the least bytes of optimizer state per trained parameter, before sharding."""
     copy = FP32 if run.engine.kind == "deepspeed" else 0  # the fp32 copy of the parameter
     in_fp32 = copy or str(run["optim"]).removeprefix("paged_").startswith(_IN_FP32)
     return copy + moments_of(run) * (few_bits(run) or (FP32 if in_fp32 else trained_bytes(run)))
 
 
 def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[int]]:
-    """Return the sizes that an update allocates, in groups. Each group is freed before the next.
+    """Return the sizes that an update allocates, in groups. Each is freed before the next is made.
 
     `width` is the bytes of a trained parameter. Adafactor updates one matrix at a time, while the
     tensor `update` of the previous matrix still exists. Small norms and biases are left out.
@@ -449,7 +449,7 @@ class Memory:
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 
     def _shard(self, size: float, from_stage: int) -> int:
-        """Return a GPU's share of a state, which FSDP2 shards, and ZeRO from `from_stage` on."""
+        """Return a GPU's share of a state. FSDP2 shards every state, ZeRO from `from_stage` on."""
         sharded = self.kind == "fsdp" or (self.kind == "deepspeed" and self.stage >= from_stage)
         return math.ceil(size / shards(self.run)) if sharded else math.ceil(size)
 
@@ -461,7 +461,7 @@ class Memory:
         stored = self._shard(self._stored_bytes, 3)
         if self.stage < 3:
             return stored
-        # ZeRO-3 fetches parameters, and releases them later. It fetches all experts of a layer.
+        # ZeRO-3 releases gathered parameters late. It gathers all experts of a layer at once.
         gathered = min(self.weights.total, max(MAX_LIVE_PARAMETERS, self.weights.largest_layer))
         return gathered * weight_bytes(self.run) + (0 if self.offloads_parameters else stored)
 
@@ -505,7 +505,7 @@ class Memory:
 
     @cached_property
     def update(self) -> int:
-        """Bytes that the update allocates for a while.
+        """Bytes that the update allocates temporarily.
 
         DeepSpeed gives torch's optimizer one flat fp32 parameter, ZeRO-3 one per billion weights.
         """
@@ -580,8 +580,8 @@ class Memory:
         """Bytes of the copies of weights in RAM during a save. GPUs gather one parameter at a time.
 
         ZeRO-1 and ZeRO-2 copy the whole model in every process (`Accelerator.get_state_dict`),
-        though only rank 0 writes it. ZeRO-3 and FSDP2 gather the model on rank 0, where safetensors
-        copies the weights from the GPU; with adapters, these two copy only trained weights.
+        though only rank 0 writes it. In all other cases only rank 0 copies weights from its GPU,
+        and with adapters only the trained weights. ZeRO-3 and FSDP2 gather them on rank 0 first.
         """
         if self.kind == "deepspeed" and self.stage < 3:
             return self.weights.total * weight_bytes(self.run) * self.run.local_world_size

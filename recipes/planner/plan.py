@@ -49,15 +49,15 @@ class Plan:
     asked_length: int
     recipes: tuple[Planned, ...]
     recommended: str | None
-    command: str  # the whole command of the recommended recipe, empty if none fits
+    command: str  # the whole command of the recommended recipe; empty if none fits
     advice: tuple[Problem, ...]  # of `recipes check` about the recommended recipe, or the first if none fits
-    short_of_ram: bool  # no recipe fits, and for the requested recipe only the nodes' RAM is too small
+    short_of_ram: bool  # no recipe fits, and `standard` (or else the first recipe) lacks only RAM
     choices: Callable[[], Iterator[Planned]]  # splits of the global batch, for the recommended recipe or the first
     next_steps: tuple[NextStep, ...]  # changes to try if nothing fits; changes without offload if only offload fits
-    refused: dict[str, str]  # the recipes that are not legal with these flags, and why
-    mfu: float  # times assume this and the next three fields
+    refused: dict[str, str]  # errors, by the name of each recipe that is not legal with these flags
+    mfu: float  # the assumed share of the GPU's peak FLOP/s
     mfu_source: str
-    bandwidth: float | None  # bytes per second, None if unknown
+    bandwidth: float | None  # the assumed bytes per second between GPUs, None if unknown
     link: str
     context: Context
     unknown_compute: str  # why times leave out compute (then `mfu` has no effect); else empty
@@ -77,16 +77,14 @@ def plan_memory(
     bandwidth: float | None = None,
     host_memory: float | None = None,
 ) -> Plan:
-    """Plan the memory of training `model`: a Hub id, a folder, a config.json, or a size (7B).
-
+    """Plan the memory of training `model`: Hub id, folder, config.json, size (7B), configuration.
     Give either `gpu`, the GPU's name, or `gpu_memory`, the GPU's usable GB (10^9 bytes).
-    `num_processes` is the number of all GPUs. `recipe` limits the plan to one recipe; if it is
-    None, all recipes except baseline are planned. `argv` are flags of train.py. `accelerate_config`
-    is an Accelerate YAML that replaces each recipe's own. Times assume the share `mfu` of the GPU's
-    peak FLOP/s, and `bandwidth` in GB/s between GPUs; the defaults are published values for such
-    GPUs. `host_memory` is the RAM of one node in GB; if it is None, any need of RAM fits. Only a
-    config is downloaded, and no GPU is needed. Raises `UserError` if the request is wrong, or if no
-    requested recipe is legal with these flags.
+    `num_processes` counts the GPUs of all nodes. `recipe` limits the plan to one recipe; if it is
+    None, `_names` chooses. `argv` are flags of train.py. `accelerate_config` is an Accelerate YAML
+    that replaces each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and
+    `bandwidth` in GB/s between GPUs; the defaults are published values. `host_memory` is the RAM of
+    one node in GB; if it is None, any need of RAM fits. Only a config is downloaded, and no GPU is
+    needed. Raises `UserError` if the request is wrong, or if no recipe is legal with these flags.
     """
     if num_processes % nodes:
         what = f"{plural(num_processes, 'process')} cannot be split evenly over {nodes} nodes"
@@ -99,7 +97,7 @@ def plan_memory(
     names = _names(request, recipe)
     legal, _ = _legal_runs(request, names)  # raises before the imports, which take seconds
     config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
-    gc.freeze()  # else collections visit every object of torch and transformers again and again
+    gc.freeze()  # otherwise each garbage collection would visit every object of torch and transformers
     request = replace(request, config=config.to_dict())
     host = round(host_memory * 1e9) if host_memory else None
     planner = Planner(estimator_of(config), card.memory_bytes, host, mfu, bytes_per_second)
@@ -183,7 +181,7 @@ class Request:
         batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
         known = self.model and not is_size(self.model) and not Path(self.model).is_file()
         model = ["--model_name_or_path", self.model if known else "YOUR_MODEL"]
-        if not known and self._asked.explicit("model_name_or_path"):  # --config's file names it
+        if not known and self._asked.explicit("model_name_or_path"):  # the file of --config names the model
             model = []
         data = [] if self._asked["dataset_name"] else ["--dataset_name", "YOUR_DATA"]
         words = ["--recipe", entry.name, *model, *self._with({**flags, **entry.flags, **batch}), *data]
@@ -205,7 +203,7 @@ class Request:
 
 
 def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
-    """Return legal runs, and why the others are refused. Raise the first error if none is legal."""
+    """Return the legal runs, and the others' errors by recipe. Raise the first if none is legal."""
     runs: list[RunSpec] = []
     refused: dict[str, UserError] = {}
     for name in names:
@@ -219,7 +217,7 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
 
 
 def _names(request: Request, recipe: str | None) -> list[str]:
-    """Return the recipes to plan: `recipe`, or the recipe of --config, or all except baseline.
+    """Return the recipes to plan: `recipe`, or the recipe in flags or --config, or _FASTEST_FIRST.
 
     An Accelerate YAML replaces a recipe's engine, so recipes that only choose an engine are left
     out if a YAML is given. On one GPU `sharded` is left out, because there is nothing to shard.
@@ -272,7 +270,7 @@ class NextStep:
 
     words: str  # the whole command, for the shell
     planned: Planned
-    saves_bytes: int  # on each GPU, compared to the plan of the requested run; may be negative
+    saves_bytes: int  # on each GPU, compared with the plan `row` of `_next_steps`; may be negative
     saves_host_bytes: int  # in the RAM of each node
     slowdown: str  # the change's cost in time
 
@@ -283,11 +281,11 @@ class NextStep:
 
 
 def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned | None) -> list[NextStep]:
-    """Return changes to try, in order, if nothing fits, or alternatives if only offload fits.
+    """Return changes to try if nothing fits, alternatives if only offload fits, else nothing.
 
-    `row` is the plan of the requested run. If nothing fits, each change saves GPU memory, or RAM if
-    only RAM is too small; of changes that need the same memory, the first is returned. If only
-    offload fits, return the first change that fits without offload, and the first with adapters.
+    `row` is the plan of `standard`, or else of the first recipe. If nothing fits, each change saves
+    GPU memory, or RAM if only RAM is too small; of changes with equal memory the first is returned.
+    Alternatives fit without offload: the first change that does, and the first that has adapters.
     """
     if best and best.run.engine.offload_optimizer == "none":
         return []
@@ -342,7 +340,7 @@ def _step(request: Request, planner: Planner, row: Planned, recipe: str, changes
 
 
 def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str, Settings, str]]:
-    """Yield changes in the order to try: recipe, changed flags (None drops a flag), and cost."""
+    """Yield changes in the order to try: recipe, flags (None drops a flag), and cost in time."""
     checkpointed = {"gradient_checkpointing": True}
     lora = {**checkpointed, "use_peft": True}
     # Hu et al. 2021; for QLoRA Dettmers et al. 2023

@@ -33,8 +33,8 @@ class Context:
     source: str
 
 
-# The context of a training in MiB, by the start of the GPU's name in the catalogue. torch makes
-# CUDA load each kernel at the kernel's first call (CUDA_MODULE_LOADING=LAZY).
+# The context of a training in MiB, by the start of the GPU's name in the catalogue. It holds only
+# kernels that were called: torch makes CUDA load a kernel at its first call (CUDA_MODULE_LOADING).
 _OURS = "torch 2.11, CUDA 13.0, driver 580.159.04, tests/gpu/results"
 _READ = {
     "T4": (140.875, "published for T4 (torch 2.10, CUDA 12.8, github.com/Anassbzdd/fitcheck)"),
@@ -46,8 +46,8 @@ _NCCL = 546  # MiB of a communicator in addition to the context, measured with o
 
 
 def context_of(run: RunSpec) -> Context:
-    """Return the memory that CUDA and NCCL take on each GPU of this run: the value measured on such
-    a GPU, or else the largest known value; 0 on a CPU.
+    """Return the memory that CUDA and NCCL take on each GPU of this run: the value known for such a
+    GPU, or else the largest known value; 0 on a CPU.
     """
     if not run.hardware.cuda:
         return Context(0, "")

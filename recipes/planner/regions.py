@@ -18,9 +18,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _aten = torch.ops.aten
-# What inductor fuses, beside elementwise operations.
+# Operations that inductor fuses, besides elementwise ones.
 _FUSED = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.cat, _aten.slice_scatter, _aten.full, _aten.where}
-_divided: dict[str, Callable] = {}  # the two halves of layers that were divided before
+_divided: dict[str, Callable] = {}  # by kind of layer, the function that runs both halves
 
 
 def is_divided() -> bool:
@@ -29,12 +29,12 @@ def is_divided() -> bool:
 
 
 def divided() -> int:
-    """The number of kinds of layers that were divided so far in this process."""
+    """The number of different layers that this process has divided so far."""
     return len(_divided)
 
 
 def compile_layers(model: torch.nn.Module, kind: str) -> None:
-    """Replace the forward of each layer in a list of equal layers, but not of lists in a layer.
+    """Replace the forward of each layer in a list of equal layers. Lists inside a layer stay.
 
     Models of one `kind` differ only in how many layers they have, and share the halves of layers.
     """
@@ -46,7 +46,7 @@ def compile_layers(model: torch.nn.Module, kind: str) -> None:
 
 
 def _region(layer: Any, kind: str) -> Callable:
-    """Return the forward of `layer` in two halves, which equal layers share."""
+    """Return a forward for `layer` that runs as two halves. Equal layers share the halves."""
     forward = layer.forward
 
     def region(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _region(layer: Any, kind: str) -> Callable:
 
 
 def _compiled(half: torch.fx.GraphModule, inputs: list) -> Callable:
-    """In a forward or backward, replace fused operations by allocations of what they write."""
+    """Return a half to run in which each fused operation only allocates its result."""
     for node in half.graph.nodes:
         value, written = node.meta.get("val"), _is_written(node)
         if isinstance(value, torch.Tensor) and (_is_fused(node) or (_is_view(node) and not written)):
@@ -101,5 +101,5 @@ def _is_written(node: torch.fx.Node) -> bool:
 
 
 def _result(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *_: object) -> torch.Tensor:
-    """Return the result of a fused kernel; without `strides` a tensor of one number's memory."""
+    """Return the result of a fused kernel; without `strides`, it takes the memory of one number."""
     return torch.empty_strided(shape, [0] * len(shape) if strides is None else strides, dtype=dtype)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
     """Return the configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`.
 
-    `run` holds the revision, and whether the model's own code is trusted. The Hub is asked only for
-    a configuration that is neither on this machine nor in the Hub's cache. If the Hub fails, models
-    in `SHAPES` get their known shape.
+    `run` gives the revision and `trust_remote_code`. The Hub is asked only for a configuration that
+    is neither a local file nor in the Hub's cache. If the Hub fails, models in `SHAPES` get their
+    known shape.
     """
     if is_size(model):
         return config_of(model)
@@ -128,7 +128,7 @@ def _shape_of(model: str) -> tuple[Shape, Shape]:
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """Return the configuration of a model of this size. Raises `UserError` for a wrong size."""
+    """Return the configuration for a size or a name in `SHAPES`. Raises `UserError` for others."""
     shape, _ = _shape_of(model)  # raises before the import, which takes seconds
     from transformers import AutoConfig
 

@@ -41,7 +41,7 @@ _OF_PCIE = 20 / 32
 
 
 def mfu_of(card: str) -> tuple[float, str]:
-    """Return the share of the GPU's peak that a step is assumed to reach, and the source."""
+    """Return the share of the GPU's peak that a step is assumed to reach, and its source."""
     return next((share, source) for name, share, source in _MFU if card.startswith(name))
 
 
@@ -170,8 +170,8 @@ def _attention_flops(config: PreTrainedConfig, length: float) -> float:
 def exchanges(run: RunSpec, accumulation: int) -> int:
     """Return how many times gradients are reduced in an optimizer step.
 
-    DDP and FSDP2 reduce once: unless `sync_each_batch` is set, Trainer skips the reduction in all
-    micro-batches except the last. ZeRO-2 and ZeRO-3 reduce in each micro-batch.
+    DDP, FSDP2 and ZeRO-1 reduce once, in the last micro-batch. With `sync_each_batch`, DDP and
+    FSDP2 reduce in each micro-batch, as ZeRO-2 and ZeRO-3 always do.
     """
     if run.world_size == 1:
         return 0
@@ -200,7 +200,7 @@ def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
 
 
 def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int) -> int:
-    """Return the bytes a GPU sends: gathers and scatters among shards, and sums among replicas."""
+    """Return the bytes a GPU sends: gathers and scatters in shards, all-reduces among replicas."""
     copies = run.engine.parallelism.dp_replicate_size
     among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
     times = exchanges(run, accumulation)
@@ -222,7 +222,7 @@ def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:
     """Return the bytes between one GPU and its host in a step, both ways, with optimizer offload.
 
     The GPU's share of the gradients goes to the host once in fp32, for Adam. With accumulation,
-    DeepSpeed stores the 16-bit gradient sum on the host, but adds on the GPU. So the sum goes to
+    DeepSpeed keeps the 16-bit sum of gradients on the host, but adds on the GPU: the sum goes to
     the host after every micro-batch, and returns before every later one. ZeRO-3 moves the sum
     both ways in every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
     `async_inplace_copy_grad_to_fp32_buffer_from_gpu` in stage_1_and_2.py, `partition_grads` in

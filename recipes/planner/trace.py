@@ -52,7 +52,7 @@ _DIFFERENT = "the two traces ran different operations"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Record each storage once: the operation that allocates the storage, and when it is freed.
+    """Record each storage once: the operation that allocates it, and the time when it is freed.
 
     Tensors whose last dimension is `vocabulary` count as logits. `allocations` has one row per
     storage, as in `Traced`. `made_by` has the operation and the size of each allocation.
@@ -141,13 +141,13 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
         for hook in hooks:
             hook.remove()
     if divided() > before:
-        return trace(config, case)  # without what dividing the layers allocates
+        return trace(config, case)  # again: dividing the layers made allocations of its own
     kernels = operations.kernels | ({COMPILED} if case.compiled else set())
     return Traced(allocations, made_forward, frozenset(kernels), live.made_by)
 
 
 def _rotary(config: PreTrainedConfig, case: Case) -> contextlib.AbstractContextManager:
-    """Have Liger's rotary embedding, which works in place, take no memory."""
+    """With `liger_layers`, make the rotary embedding take no memory: Liger's works in place."""
     module = sys.modules.get(getattr(_class(config, case.task), "__module__", ""))
     if not case.liger_layers or not hasattr(module, "apply_rotary_pos_emb"):
         return contextlib.nullcontext()
@@ -220,7 +220,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     with no_init_weights():  # some models draw weights again until all are in range: endless on fake tensors
         model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.tie_weights()
-    model.config.use_cache = model.config.get_text_config().use_cache = False  # as launch/training/model.py
+    model.config.use_cache = model.config.get_text_config().use_cache = False  # as in launch/training/model.py
     if case.liger:
         fuse_loss(model, case.capability, case.copies)
     if case.liger_layers:
@@ -279,7 +279,7 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
 
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int] | None:
     """Return the layers of two shallow models to trace, and how many more pieces the deep model has
-    than the first shallow model. None if the kinds of layers do not repeat.
+    than the first shallow model; or None if the kinds of layers do not repeat.
 
     A piece is a group of layers that repeats up to the last layer: one layer, or six in Gemma 3.
     Other layers may come before, such as dense layers before experts. The first shallow model has
@@ -297,8 +297,8 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Leave out what this model ignores, so that cases which differ only there share a trace."""
-    by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # also PACKAGED
+    """Return the case without fields that this model ignores, so that more cases share a trace."""
+    by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
 
@@ -307,8 +307,8 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: flo
     """Return the trace of `times` the batch of a case, for a model of any depth and length.
 
     Extrapolate from shallow models if layers repeat, and from three short lengths if the model
-    loops over tokens, because a long loop takes minutes. Batches of short sequences have as many
-    tokens as the long ones. `known` has the trace of each case so far.
+    loops over tokens, because a long loop takes minutes. Batches of shorter sequences hold more
+    sequences, and as many tokens. Traces are looked up in `known`, and added to it, by case.
     """
     if lengths := short_lengths(config, case):
         shorter = [replace(case, length=length) for length in lengths]
@@ -336,8 +336,8 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
     first = 1 + (not case.checkpointing) + in_16_bits + another_first
     tries = [depths(kinds, pieces) for pieces in range(first, 5)]
     if len({*types}) == 2 and len({*weights.layers}) == 1:
-        # Attention to a window often takes the memory of attention to all tokens. If a layer shows
-        # so next to a layer of the other kind, a piece is one layer, not a group with both kinds.
+        # Attention to a window often takes as much memory as attention to all tokens. If two layers
+        # of different kinds in a row show that, a piece is one layer, not a group with both kinds.
         turns = [n for n in range(first, len(types) - 1) if types[n - 1] not in (types[n], types[0])]
         for end in turns[:1]:  # the shallow model begins where its layers are of both kinds
             start = min(end - first, end - 1 - types[:end][::-1].index(types[end]))
@@ -353,12 +353,12 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
 
 
 def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
-    """Return the lengths of three traces if the model loops over tokens and the case is longer than
-    these, else nothing.
+    """Return the lengths of three traces if the model loops over tokens and the case is longer;
+    else an empty sequence.
 
     Layers with a state loop over single tokens, or over chunks of 64 tokens, unless the kernels of
-    another package run. This function searches the model's source for such a loop. Below 12 tokens,
-    the state of so many sequences would set the peak of an evaluation.
+    another package run. This function searches the model's source for such a loop. Sequences below
+    12 tokens would be so many that their states would set the peak of an evaluation.
     """
     classes = [_class(part, case.task) for part in (config, config.get_text_config())]
     source = "".join(inspect.getsource(sys.modules[one.__module__]) for one in classes if isinstance(one, type))
@@ -369,7 +369,7 @@ def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
 
 
 def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
-    """Return a copy of `config` with these layers only, and with their values in lists by layer."""
+    """Return a copy of `config` with only these layers, and only their values in lists by layer."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     before = text.num_hidden_layers
@@ -386,8 +386,8 @@ def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
 def at_batch(traced: Traced, copies: int, times: float) -> Traced:
     """Return the trace of `times` a batch, from the trace of `copies` times that batch.
 
-    The number of copies has no factor in common with a size of the model, so an allocation depends
-    on the batch if its size is a multiple of this number.
+    The number of copies has no factor in common with a size of the model. So only an allocation
+    that depends on the batch has a size that is a multiple of this number.
     """
     sizes = traced.allocations[:, SIZE]
     sizes = np.where(sizes % copies, sizes, np.rint(sizes // copies * times).astype(int))
@@ -398,8 +398,8 @@ def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> 
     """Extrapolate from traces of three lengths to another length. All have equally many tokens.
 
     The result has three moments: with the most activations, with the most activations and
-    gradients, and with all gradients. For a number of tokens, a size is constant (most sizes), or
-    grows with the length (attention scores), or shrinks (the state of a sequence). Nine allocations
+    gradients, and with all gradients. At equally many tokens, a size is constant (most are), grows
+    with the length (attention scores), or shrinks (the state of a sequence). Nine allocations
     replace all others: gradients, activations and logits of each moment.
     """
     kinds = np.array([(1, one, 1 / one) for one in lengths])
@@ -418,12 +418,12 @@ def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> 
 
 
 def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
-    """Extrapolate to `shallow` plus `times` times the layers that `deeper` has in addition.
+    """Extrapolate to `shallow` plus `times` times the piece that `deeper` has in addition.
 
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
-    the earliest possible allocation, to 1, the latest. The time when a tensor is freed is linear
-    in the number of pieces, and in the index of its piece. Raises `ValueError` if it is not.
+    the earliest possible allocation, to 1, the latest. The time when a tensor is freed must be
+    linear in the number of pieces, and in the index of its piece; otherwise raises `ValueError`.
     """
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward
@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return the index where the added piece begins. The traces are equal before and after it."""
+    """Return the index at which the repeated piece begins in both traces, or raise `ValueError`."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:

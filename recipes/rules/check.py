@@ -1,6 +1,6 @@
 """Report every problem of a run before anything starts: `check(run)`.
 
-`run.problems` already holds wrong names, types and choices of settings (run/command_line.py).
+`run.problems` already holds what `resolve` refused: wrong names and types, an impossible batch.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from recipes.rules.facts import Rule
 from recipes.run import RunSpec
 
 RULE_MODULES = (training, engine, data_and_model)
-# The rows of the table come first, then each module's functions, then each module's ROWS.
+# The rows of the table come first, then the functions of all modules, then the ROWS of all modules.
 RULES: list[Rule] = [
     *table.ROWS,
     *(item for module in RULE_MODULES for item in vars(module).values() if isinstance(item, Rule)),
@@ -23,7 +23,7 @@ RULES: list[Rule] = [
 def check(run: RunSpec) -> list[Problem]:
     """Return every problem of the run, errors first. A setting with an error gets no advice."""
     found = list(run.problems)
-    # A setting whose value was refused has its default here: no rule judges that.
+    # In place of a refused value the run holds a default, which rules must not judge.
     refused = {problem.subject.removeprefix("--") for problem in found if problem.severity == "error"} - {*run.given}
     try:
         found += [problem for _, problem in problems_by_rule(run) if problem.subject not in refused]
@@ -41,7 +41,7 @@ def problems_by_rule(run: RunSpec) -> Iterator[tuple[str, Problem]]:
             yield from ((rule.name, problem) for problem in rule(run))
     if run.outer_engine is None:
         return
-    # train.py starts another engine, but the launch still reads its own YAML: check that YAML too.
+    # train.py starts another engine, but the launch still reads the Accelerate YAML: check both.
     for name, problem in problems_by_rule(replace(run, engine=run.outer_engine)):
         if problem.source == run.outer_engine.source:
             yield name, problem

@@ -77,7 +77,7 @@ def the_data_exists(run):
 
 @rule_of_train_py
 def a_data_file_can_be_read(run):
-    """train.py chooses one reader by the suffix of the files. An empty file has no columns."""
+    """One reader, chosen by suffix, reads all files of a pattern. An empty file has no columns."""
     for part, paths in _of_files(run):
         kinds = {file_kind(path): path for path in paths}
         if None in kinds:
@@ -128,7 +128,7 @@ def evaluation_rows_are_not_trained(run):
 
 
 def _share_rows(one: str, other: str) -> bool:
-    """True if two splits surely share rows: a slice and the whole split, or overlapping slices."""
+    """True if two splits surely share rows: one holds the other, or both are overlapping slices."""
     if (first := _slice(one)) and (second := _slice(other)):
         return first[:2] == second[:2] and max(first[2], second[2]) < min(first[3], second[3])
     return one.partition("[")[0] == other.partition("[")[0] and ("[" not in one or "[" not in other)
@@ -186,7 +186,7 @@ def the_model_is_a_folder(run):
     fix = str(parent / near) if near else "name an existing folder, or a Hub id"
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         yield Problem("model_name_or_path", f"there is no folder {name}", fix)
-    elif near and "/" in name:  # a misspelt `outputs/base`, or a Hub id whose owner has a folder's name
+    elif near and "/" in name:  # a misspelt `outputs/base`, or a Hub id whose owner is also a folder here
         yield advice("model_name_or_path", f"there is no folder {name} here, so the name is used as a Hub id", fix)
 
 
@@ -247,7 +247,7 @@ def the_model_can_do_the_task(run):
         yield Problem("model_name_or_path", what, "use the config.json that save_pretrained wrote")
     elif kind not in known:
         what = f"{name} has the type {kind!r}, which transformers {legal.version('transformers')} does not know"
-        say = Problem if not run.place.is_elsewhere else advice  # another version may be installed there
+        say = Problem if not run.place.is_elsewhere else advice  # the other machine may have another version
         yield say("model_name_or_path", what, "pip install --upgrade transformers, or use another model")
     elif code:
         others = [f"--task {other}, or " for other in _AUTO_CLASSES if legal.model_class(kind, other)]
@@ -348,7 +348,7 @@ def attention_fits_the_machine(run):
 
 def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
     """Yield a problem for each setting that the model's class does not support. Libraries refuse
-    the setting after loading the weights: `BloomForCausalLM does not support an attention
+    such a setting only after loading the weights: `BloomForCausalLM does not support an attention
     implementation ...`, `Could not find the transformer layer class GPT2Block in the model.`
     """
     name = run["attn_implementation"] or ""
@@ -364,7 +364,7 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
 
 
 def _layers_of_base(cls: type) -> Sequence[str]:
-    """The layers' classes by the model without a head, if the class with a head names none."""
+    """The layer classes of the model without a head, for a model with a head that names none."""
     from transformers import AutoModel
 
     config = getattr(cls, "config_class", None)

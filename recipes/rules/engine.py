@@ -42,7 +42,7 @@ def single_engine_starts_one_process(run):
     """`distributed_type: 'NO'` and `MULTI_CPU` start one process, whatever --num_processes says."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
         what = f"{run.engine.raw.get('distributed_type', 'NO')} starts one process, but the run needs {run.world_size}"
-        is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # else the user can launch with another YAML
+        is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
         fix = "distributed_type: MULTI_GPU, also for several CPU processes"
         yield in_yaml(run, "distributed_type", what, fix, "error" if is_chosen else "advice")
 
@@ -103,8 +103,8 @@ def recipe_has_its_own_engine(run):
 
 @rule
 def one_engine_is_asked_for(run):
-    """The run ends in `Using --fsdp xxx together with --deepspeed is not possible`, once the model
-    is loaded. `--deepspeed` silently replaces the launch's FSDP, or the launch's DeepSpeed JSON.
+    """With `--fsdp` and DeepSpeed the run ends once the model is loaded: `Using --fsdp xxx together
+    with --deepspeed is not possible`. `--deepspeed` silently replaces the launch's FSDP or JSON.
     """
     if run["fsdp"] and uses_deepspeed(run):
         yield Problem("fsdp", "cannot be combined with DeepSpeed", "leave one of the two out")
@@ -140,7 +140,7 @@ def fsdp_needs_ranks_with_gpus(run):
 
 
 def _uses_ddp(run: RunSpec) -> bool:
-    """True if DDP wraps the model, as it does in several processes launched as `single` too."""
+    """True if DDP wraps the model. Several processes use DDP even if the YAML says `single`."""
     if uses_deepspeed(run) or uses_fsdp(run):
         return False
     return run.engine.kind == "ddp" or run.engine.kind.startswith("multi_") or run.world_size > 1
@@ -171,7 +171,7 @@ _SECTIONS = {
     "fp8_config": None,
     "megatron_lm_config": "megatron_lm",
 }
-# `accelerate config` itself writes keys here that its launcher ignores, so they get only advice.
+# `accelerate config` itself writes keys into these sections that its launcher ignores: only advice.
 _LOOSE_SECTIONS = ("fp8_config", "megatron_lm_config")
 
 
@@ -273,7 +273,7 @@ def sixteen_bits_are_trained_by_a_stage(run):
         yield report(run, subject, what, "use stage 1, or an engine without DeepSpeed")
 
 
-# --- DeepSpeed's tensor parallelism: losses are those of DDP on two and four CPU ranks ------------
+# --- DeepSpeed's tensor parallelism: on two and four CPU ranks its losses equal those of DDP ------
 
 
 # Source: `AutoTP.supported` of deepspeed/module_inject/auto_tp.py, asserted once a model is loaded.
@@ -389,7 +389,7 @@ def fsdp2_shards_layer_by_layer(run):
 
 @rule
 def fsdp_recomputes_once_and_the_same(run):
-    """Once the model is loaded, the run ends in
+    """With both kinds of checkpointing, the run ends once the model is loaded:
     `activation_checkpointing in FSDP config and ... argument can't both be set to True`.
 
     accelerate's checkpointing loses the random state: on two CPU ranks it changes the losses of a
@@ -398,8 +398,8 @@ def fsdp_recomputes_once_and_the_same(run):
     if not uses_fsdp(run) or not is_true(run.engine.fsdp.get("activation_checkpointing")):
         return
     if run["gradient_checkpointing"]:
-        what = "repeats activation_checkpointing"
-        yield Problem("gradient_checkpointing", what, "set activation_checkpointing: false")
+        what = "repeats FSDP's activation_checkpointing"
+        yield Problem("gradient_checkpointing", what, "set activation_checkpointing: false in fsdp_config")
     what, fix = "recomputes with other dropout masks than the forward", "set it to false, with --gradient_checkpointing"
     if run["use_peft"] and run["lora_dropout"]:
         what, fix = f"{what}, and adapters have dropout", f"{fix}, or --lora_dropout 0"
@@ -417,13 +417,13 @@ def _scatters(run: RunSpec) -> bool:
 
 
 def _finds_unused(run: RunSpec) -> bool:
-    """True if DDP searches for unused parameters; by default only for adapters."""
+    """True if DDP with checkpointing searches for unused parameters, by default only for LoRA."""
     asked = run["ddp_find_unused_parameters"]
     return (asked or (asked is None and run["use_peft"])) and not run["ddp_static_graph"]
 
 
 def _offloads_gradients(run: RunSpec) -> bool:
-    """True if `--fsdp` offloads under FSDP2. accelerate adds gloo only for an offload in a YAML."""
+    """True if `--fsdp` offloads under FSDP2. accelerate adds gloo only if the YAML offloads."""
     offloads = is_true(mapping(run["fsdp_config"]).get("cpu_offload")) or "offload" in str(run["fsdp"]).split()
     return bool(run["fsdp"]) and offloads and fsdp_version(run) == 2
 
@@ -464,7 +464,7 @@ ROWS = (
            lambda run: fsdp_version(run) == 2 and run.world_size > 1 and not _scatters(run),
            "lets FSDP2 keep unsharded gradients on each GPU until the last micro-batch",
            '{{"gradient_accumulation_kwargs": {{"sync_each_batch": true}}}}',
-           "Trainer defers FSDP2's reduce-scatter to the last micro-batch: each GPU holds whole 16-bit gradients."),
+           "Trainer defers FSDP2's reduce-scatter to the last micro-batch: each GPU holds all 16-bit gradients."),
     error_row("fsdp2_shards_are_known_to_the_optimizer", "optim",
               lambda run: fsdp_version(run) == 2
               and run["optim"] in ("adafactor", "adagrad", *legal.names("bitsandbytes_optimizers")),

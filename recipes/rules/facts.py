@@ -11,8 +11,8 @@ three modules:
             yield advice(name, "is ignored: the engine is not DDP", "leave it out")
 
 The name of a rule states what holds in a legal run. The docstring, or `why`, names the failure that
-the rule prevents: silently different training, a hang, or a failure after minutes. Errors that
-the libraries raise at once are found by the probe instead. An error stops the run, advice does not.
+the rule prevents: silently different training, a hang, or a failure after minutes. The probe finds
+the errors that the libraries raise at once. An error stops the run, advice does not.
 A run that would train as asked gets no error: an ignored setting gets advice. A rule's test is an
 entry in CASES of its module's test file: a run that breaks the rule, and the nearest legal run.
 """
@@ -34,7 +34,7 @@ Judge = Callable[[RunSpec], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A named check. `judge` yields a run's problems. `why` is the prevented failure.
+    """A named check. `judge` yields a run's problems. `why` names the failure that it prevents.
 
     `of_train_py` is True if the rule depends on how train.py handles model, data and metrics. The
     user's own script may handle them differently, so `check` skips such a rule for a script.
@@ -46,7 +46,7 @@ class Rule:
     of_train_py: bool = False
 
     def __call__(self, run: RunSpec) -> Iterator[Problem]:
-        """Yield the problems, those about a setting with the source of the setting's value."""
+        """Yield the run's problems. A problem about a setting gets the source of its value."""
         return map(run.with_source, self.judge(run))
 
 
@@ -91,7 +91,7 @@ def available(run: RunSpec, package: str) -> bool:
 
 
 def model_config(run: RunSpec) -> Mapping[str, Any] | None:
-    """The configuration of the run's model, as loaded or from its folder; None if it is unknown."""
+    """The model's configuration: as loaded, the demonstration's, or a folder's; None if unknown."""
     if run.model is not None:
         return run.model
     name = run["model_name_or_path"]
@@ -99,7 +99,7 @@ def model_config(run: RunSpec) -> Mapping[str, Any] | None:
 
 
 def known_config(run: RunSpec) -> Json:
-    """The configuration of the run's model; an empty dict if it is unknown."""
+    """The model's configuration as `model_config` finds it; an empty dict if it is unknown."""
     return dict(model_config(run) or {})
 
 

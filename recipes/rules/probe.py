@@ -158,7 +158,7 @@ def _launch(run: RunSpec) -> Mapping[str, str]:
     from accelerate.utils import launch as environments
 
     yaml, nodes = run.outer_engine or run.engine, run.world_size // max(1, run.local_world_size)
-    words = ["--config_file", yaml.source, "--machine_rank", "1"]  # machine 0 of several would look for a free port
+    words = ["--config_file", yaml.source, "--machine_rank", "1"]  # rank 0 of several would look for a free port
     if yaml.num_processes is not None and yaml.num_processes != yaml.raw.get("num_processes"):
         words += ["--num_processes", str(yaml.num_processes)]
     if nodes > 1:
@@ -299,7 +299,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
         fix, source = f'"{name}": "auto"' + f" in {section}" * bool(section), run.engine.json_source
         if not written.config:
             source = run.engine.source
-        if not written.config and name == "enabled":  # for fp8 DeepSpeed gets bf16, which Trainer compares
+        if not written.config and name == "enabled":  # for fp8, accelerate writes bf16, and Trainer compares that
             path, what = "mixed_precision", f"{args.mixed_precision} is not the type that the arguments ask for: {line}"
             fix = "use bf16 or fp16, the same in the YAML and in the arguments"
         found.append(Problem(path, what, fix, source))
@@ -374,7 +374,7 @@ def _optimizer(args: Any) -> Any:
 
 
 def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
-    """Build Trainer's learning rate schedule or the DeepSpeed JSON's (`_scheduler_from_config`)."""
+    """Build Trainer's learning rate schedule, or the JSON's as `_scheduler_from_config` does."""
     from transformers import get_scheduler
 
     steps = args.max_steps if args.max_steps > 0 else _STEPS

@@ -1,7 +1,7 @@
 """The table of rules whose condition is one expression. To add a rule, add a row.
 
-Each kind of row has its own tuple: settings that a run does not read, values out of range, missing
-packages, and for all other mistakes `error_row` and `advice_row`. A rule that needs more than
+Three kinds of rows have a tuple each: settings that a run does not read, values out of range, and
+missing packages. Every other row is an `error_row` or an `advice_row`. A rule that needs more than
 one expression is a function in `engine`, `training` or `data_and_model`; these modules have rows of
 their own too.
 
@@ -136,15 +136,15 @@ def setting_is_read(run: RunSpec, setting: str) -> bool:
 # --- Ranges ---------------------------------------------------------------------------------------
 
 # legal values in words | legal values as a condition | settings
-# Libraries accept other values, which mean something else, or fail once model and data load.
+# Libraries accept a value out of range. It means something else, or fails once model and data load.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a whole number from 1 up", lambda value: value >= 1,
      "global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "eval_accumulation_steps dataloader_prefetch_factor early_stopping_patience dataset_num_proc lora_r "
-     "save_total_limit"),  # Trainer reads 0 as no limit
+     "save_total_limit"),  # 0 would mean no limit to Trainer
     ("a number of steps, or -1 to train for num_train_epochs", lambda value: value != 0, "max_steps"),
-    ("a number of steps, or a fraction of the run below 1", lambda value: value > 0, "logging_steps save_steps"),
-    ("a number of steps, or a fraction of the run below 1", lambda value: value >= 0, "eval_steps"),
+    ("a number of steps, or a fraction of the run (below 1)", lambda value: value > 0, "logging_steps save_steps"),
+    ("a number of steps, or a fraction of the run (below 1)", lambda value: value >= 0, "eval_steps"),
     ("a number above 0", lambda value: value > 0, "num_train_epochs memory_limit lora_alpha"),
     ("a number from 0 up", lambda value: value >= 0, "eval_delay learning_rate weight_decay"),
     ("a number from 0 to 1", lambda value: 0 <= value <= 1, "label_smoothing_factor"),
@@ -302,7 +302,7 @@ _ERRORS = (
     error_row("resume_contradicts_fresh", "resume_from_checkpoint",
               lambda run: run["resume_from_checkpoint"] and run["fresh"]
               and str(run["resume_from_checkpoint"]).lower() != "true",
-              "contradicts --fresh", "leave one of the two out", "--fresh moves the checkpoint before it is read."),
+              "contradicts --fresh", "leave one of the two out", "--fresh moves the checkpoint out of the way first."),
 )  # fmt: skip
 
 
@@ -379,7 +379,7 @@ _OF_TRAIN_PY = (
               "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
               lambda run: run["task"] != "causal_lm" and parts_of_run(run)[1:],
-              "is a mixture, and --task is {task}", "use one source with all labels",
+              "is a mixture, which only --task causal_lm accepts", "use one source with all labels",
               "Each part would have classes of its own."),
     error_row("a_streamed_mixture_has_weights", "dataset_name",
               lambda run: run["dataset_streaming"] and parts_of_run(run)[1:] and parts_of_run(run)[0].weight is None,
@@ -420,7 +420,7 @@ _OF_TRAIN_PY = (
               "train.py's metrics need all predictions at once, and do not accept `compute_result`."),
     error_row("labels_have_one_name", "label_names",
               lambda run: run["label_names"] not in (None, ["labels"]) and run["eval_strategy"] != "no",
-              "{label_names} are not in the batches of train.py", "leave it out",
+              "the batches of train.py have no {label_names}: their labels are named labels", "leave it out",
               "The first evaluation ends in `KeyError: ... 'eval_loss', which is not found`."),
 )  # fmt: skip
 

@@ -51,7 +51,7 @@ def nested_settings_are_known(run):
 
 @rule
 def nested_files_can_be_read(run):
-    """Without the file, rules judge nothing, and every rank ends in `FileNotFoundError`."""
+    """If the file is missing, rules cannot judge it, and every rank ends in `FileNotFoundError`."""
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         value = run[name]
         if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
@@ -60,7 +60,7 @@ def nested_files_can_be_read(run):
             yield Problem(name, what, "give a JSON object, or the path of a file with one")
 
 
-# Name in `report_to` -> modules, if the names differ. One of the modules must be installed.
+# Name in `report_to` -> its modules if the names differ: one must be installed. kubeflow has none.
 _REPORTED_BY = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "", "tensorboard": "tensorboard tensorboardX"}
 
 
@@ -104,7 +104,7 @@ def yaml_compiles_what_the_arguments_do_not(run):
 def yaml_precision_agrees_with_arguments(run):
     """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`.
 
-    An argument fp16 or bf16 wins over the YAML. If the user wrote it, the rule only advises.
+    If the user wrote --bf16 or --fp16, the flag wins over a 16-bit YAML, and the rule only advises.
     """
     asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
     given = run.engine.mixed_precision
@@ -192,8 +192,8 @@ def pushed_to(run: Settings) -> str:
 
 
 def _resumes_from_nothing(run: RunSpec) -> bool:
-    """True if the checkpoint is missing. False if the run in the output folder began from it,
-    because that run has later checkpoints of its own.
+    """True if --resume_from_checkpoint names a missing folder, unless the run in the output folder
+    began from that checkpoint: then the run has later checkpoints of its own.
     """
     wanted = run["resume_from_checkpoint"]
     if not wanted or str(wanted).lower() == "true" or run["fresh"]:
@@ -237,7 +237,7 @@ _WORKS_WITH_OFFLOAD = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
 
 
 def _replaces_the_optimizer(run: RunSpec) -> bool:
-    """True if ZeRO's offload runs DeepSpeedCPUAdam, whatever `optim` says."""
+    """True if ZeRO's optimizer offload runs DeepSpeedCPUAdam in place of the optimizer `optim`."""
     content = run.engine.json or {}
     if not uses_deepspeed(run) or "optimizer" in content or content.get("zero_force_ds_cpu_optimizer") is False:
         return False

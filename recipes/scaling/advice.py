@@ -19,9 +19,9 @@ from recipes.scaling.timings import Timing, of_median, together
 _SMALL_COMMUNICATION = 0.10
 _MOST_ACCUMULATION = 64
 _LOG_LESS, _SAVE_LESS = 10, 5  # times less often
-_AS_FAST = 1.02  # a smaller gain cannot be told from the noise of the repeats
+_AS_FAST = 1.02  # a smaller gain is within the noise of the repeats
 _CLOSE = 0.05  # a prediction counts as right if it is off by at most this share
-BEFORE = "before"  # marks the runs with the present settings, with which a change is compared
+BEFORE = "before"  # marks the runs without a change, with which the change is compared
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Return the changes for this size, sorted by gain; those that keep the global batch first.
+    """Return the changes for this size. Those that keep the global batch come first, then by gain.
 
     If noise hides the causes, the only possible advice is a smaller world size.
     """
@@ -92,7 +92,7 @@ def _shorter(
 def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     if row.syncs and row.syncs > 1:
         flags = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}'}
-        why = f"{row.syncs:.0f} gradient synchronisations per step where one is enough, in the last backward pass"
+        why = f"a step synchronises gradients {row.syncs:.0f} times; once is enough, in the last backward pass"
         yield _shorter(
             "sync_once", "exchange gradients once a step", why, row, step, waits * (1 - 1 / row.syncs), flags
         )
@@ -107,7 +107,7 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 def _volume_bound(row: Timing, waits: float) -> bool:
     """True if sending a step's bytes takes longer than twice the latency of the step's collectives,
-    and longer than a quarter of the wait, of which ranks that compete for cores may be the cause.
+    and longer than a quarter of the wait. Ranks that compete for cores may cause a longer wait.
 
     The bandwidth alone is not enough, because a bandwidth of small messages includes the latency.
     """
@@ -177,7 +177,7 @@ def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
 def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:
     """Yield the fastest world size if it is smaller than this size and at least as fast.
 
-    Yield nothing if the repeats differ by more than the two sizes do.
+    Yield nothing in weak scaling, or if the repeats differ by more than the two sizes do.
     """
     best, gain = series.best, series.best.speedup.median / size.speedup.median
     smaller = series.scaling != "weak" and best.num_processes < size.num_processes

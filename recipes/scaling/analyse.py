@@ -17,10 +17,10 @@ K = TypeVar("K")
 # The lowest efficiency of each band. A size that is slower than a smaller size is always negative.
 EXCELLENT, GOOD = 0.85, 0.70
 NEGATIVE = "negative scaling"
-# Epochs are the same work if their samples differ by at most this ratio. They may differ because
-# the last batch may be dropped.
+# Epochs are the same work if their samples differ by at most this ratio. A dropped last batch makes
+# them differ.
 _SAME_WORK = 1.1
-_ONE_TIMING = 0.02  # the assumed relative error of a single timing: without repeats, it cannot be measured
+_ONE_TIMING = 0.02  # the assumed relative error of a single timing, which only repeats could measure
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def hardware_of(series: Iterable[Series]) -> str:
 def analyse(rows: Iterable[Timing]) -> list[Series]:
     """Return the series that the rows form. Series of one training follow each other.
 
-    Rows that try an advice are left out.
+    Runs that try an advice are left out, and so are the runs with which they are compared.
     """
     found = []
     for (name, recipe), training in _trainings([row for row in rows if not row.applied]).items():
@@ -112,8 +112,8 @@ def _is_of_a_job(row: Timing) -> bool:
 def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
     """Return the rows of each training, by the training's name and recipe.
 
-    If jobs of one name have several commands, each command is a training, and the name of this
-    training contains the command.
+    If jobs of one name and recipe have several commands, each command is a training of its own, and
+    the training's name contains the command.
     """
     names: dict[int, str] = {}  # by the row's id
     for alike in _grouped(filter(_is_of_a_job, rows), lambda row: (row.name, row.recipe)).values():

@@ -1,8 +1,8 @@
 """The causes of lost time in a step, with the seconds that each cause costs.
 
-Lost time is the time of a step minus a measured reference: the time of one process with all the
-work, divided by the number of processes. The loss to each cause is the difference of two measured
-times, so the causes can be told apart.
+Lost time is a step's time minus a reference: one process's time for all the work, divided by the
+number of processes, or else its time for one share. The step itself shows the seconds of data,
+communication, logging and saving; a comparison of computing times shows the other causes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recipes.scaling.timings import Timing, of_median, together
 
 # A cause is named if it takes at least this share of a step, because a smaller loss may be noise.
 WORTH_NAMING = 0.10
-HIDDEN = "hidden"  # three causes in one, for an engine that runs no step without communication
+HIDDEN = "hidden"  # three causes in one, for engines that run no step without communication
 CAUSES = {
     "communication": "communication",
     "contention": "contention",
@@ -28,7 +28,7 @@ CAUSES = {
     "logging": "logging",
     "saving": "checkpoints and evaluations",
 }
-AGAINST_A_REFERENCE = ("contention", "work")  # measured in comparison with one process alone
+AGAINST_A_REFERENCE = ("contention", "work")  # measured by comparison with one process alone
 # These causes overlap with data loading, because workers prefetch during every step. Logging and
 # saving do not: they are rare, and take longer than the prefetched batches last.
 _OF_EVERY_STEP = ("communication", "contention", HIDDEN, "work", "straggler")
@@ -63,13 +63,13 @@ class Cause:
 class Losses:
     """The losses of a step. `causes` are in the order in which to fix them, the largest first.
 
-    But if data loading sets the pace, the causes that overlap with data loading come last.
+    If data loading sets the pace, the causes that overlap with data loading come last.
     """
 
     causes: tuple[Cause, ...] = ()
     lost: float | None = None  # seconds of a step beyond the reference, None without a reference
     unexplained: float | None = None  # seconds of `lost` that no cause explains
-    undecided: str = ""  # why no cause can be named: "noise", HIDDEN (no upper bound either) or "no reference"
+    undecided: str = ""  # why no cause can be named: "noise", HIDDEN (without an upper bound), "no reference"
 
     @property
     def named(self) -> list[Cause]:
@@ -146,7 +146,7 @@ def _exchange_words(row: Timing) -> str:
         text += f"; sending {megabytes(row.sync_bytes)} per step over a link of {megabytes(row.link_bandwidth)}/s "
         text += f"takes {milliseconds(seconds)}"
     if row.syncs and row.syncs > 1:
-        text += f"; {row.syncs:.0f} gradient synchronisations per step where one is enough"
+        text += f"; gradients are synchronised {row.syncs:.0f} times per step, and once is enough"
     return text
 
 
@@ -154,8 +154,8 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
     """True if the cause is data loading, and a step takes as long as loading does.
 
     Workers load while a process computes and communicates, so the process waits only if loading
-    takes longer than both together. Faster computing or communicating would then only make the wait
-    for data longer. Without workers the result is False, because the times add up.
+    takes longer than both together. Faster computing or communicating would then only lengthen the
+    wait for data. Without workers the result is False, because loading adds to the other times.
     """
     return cause.key == "data" and bool(row.workers) and cause.large
 
@@ -182,7 +182,7 @@ class Training:
                 self._alone.setdefault(row.global_batch, []).append(row)
 
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
-        """Return how uncertain the loss to a cause is, as a share of a step; 0 without repeats."""
+        """Return the uncertainty of a cause's loss, as a share of a step; 0 without repeats."""
         if key not in AGAINST_A_REFERENCE:
             return of_median(_values(key, repeats))
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)

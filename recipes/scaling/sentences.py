@@ -27,7 +27,7 @@ def of(series: Series) -> list[str]:
 
 
 def verdict(size: Size, series: Series) -> str:
-    """Describe the speed of a size, its largest loss, and what was not measured."""
+    """Describe the speed of a size, its largest loss, and the measurements that are missing."""
     speedup, efficiency = size.speedup.median, size.efficiency
     text = "the reference."
     if size.band:
@@ -107,8 +107,8 @@ def _beside_one(size: Size) -> str:
 
 
 def law(series: Series) -> str:
-    """Name the best size if a larger size is slower. Else give the serial fraction, or the reason
-    why there is none. Amdahl's law does not describe weak scaling: then return an empty text.
+    """Name the best size if a larger size is slower; otherwise the serial fraction, or why there is
+    none. Return an empty text for weak scaling, because Amdahl's law does not describe it.
     """
     sizes, serial, best = series.sizes, series.serial_fraction, series.best
     first, last = sizes[0].num_processes, sizes[-1].num_processes

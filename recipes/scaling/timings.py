@@ -60,17 +60,17 @@ class Timing:
     data_wait_max: float | None = None  # of the slowest process
 
     # The time of a step without gradient synchronisation, of the median and of the slowest process.
-    # Of two processes, the faster one is the median: a mean would make both look slow.
+    # Of two processes, the faster one counts as the median: a mean would make both look slow.
     no_sync_step: float | None = None
     no_sync_step_max: float | None = None
-    pass_overhead: float | None = None  # of a forward and backward pass: the cost that does not depend on the examples
+    pass_overhead: float | None = None  # the fixed cost of a forward and backward pass, whatever its examples
 
     # The communication of a process in a step, and the link between processes while nothing else
     # runs: link_bandwidth is the bus bandwidth in bytes/s of an all-reduce as large as those of a
     # step, link_latency is the time of an all-reduce of a few bytes.
     overlap: float | None = None  # share of the communication that the backward pass hides, 0 to 1
     syncs: float | None = None  # backward passes that exchanged gradients
-    collectives: float | None = None
+    collectives: float | None = None  # number per step
     sync_bytes: int | None = None
     link_bandwidth: float | None = None
     link_latency: float | None = None
@@ -85,7 +85,7 @@ class Timing:
     eval_steps: int | None = None
     command: str = ""  # train.py's flags
     applied: str = ""  # the advice that this run tries, or "before: ..." in the run without the advice
-    predicted: float | None = None  # predicted: the throughput with the advice over the throughput without
+    predicted: float | None = None  # the predicted gain: throughput with the advice over throughput without
 
     timed: str = ""  # what epoch_time covers, such as "20 steps"; empty for an epoch
     slowest_rank: int | None = None  # the process whose step without gradient synchronisation takes longest
@@ -104,7 +104,7 @@ OF_ONE_PROCESS = ("slowest_rank", "slowest_host", "slowest_device", "data_wait_r
 COLUMNS = {one.name: str(one.type) for one in fields(Timing)}  # each with its type
 
 _RATES = {"samples_per_second": "samples", "tokens_per_second": "tokens"}  # columns that may replace epoch_time
-_OF_A_RATE = 1000  # a row with only a throughput becomes the time of this many samples or tokens
+_OF_A_RATE = 1000  # a row with only a throughput gets the time of this many samples or tokens
 _POSITIVE = ("num_processes", "epoch_time", "samples", "step_time", "tokens", "global_batch", *_RATES)
 _EXAMPLE = "give a .csv whose first line is num_processes,epoch_time,samples, or the .jsonl of recipes scale run"
 
@@ -119,9 +119,9 @@ def name_of(run: Settings) -> str:
 
 
 def read(files: Iterable[str | Path]) -> list[Timing]:
-    """Return the rows of all files; a row without a name gets the name of its file.
+    """Return the rows of all files. Rows without a column `name` get the name of their file.
 
-    Raises `UserError` with the first mistake of each row, or if there are no rows.
+    Raises `UserError` for an unreadable file, for the first mistake of each row, and without rows.
     """
     rows: list[Timing] = []
     problems: list[Problem] = []
@@ -213,7 +213,7 @@ def append(file: str | Path, rows: Iterable[Timing]) -> None:
 
 
 def require_room(file: str | Path) -> None:
-    """Create the file if it is missing. Raises `UserError` if the file cannot be written."""
+    """Create the file, and its folder, if missing. Raises `UserError` if that is impossible."""
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).open("a").close()

@@ -44,29 +44,29 @@ GROUPS = {
         "plan": Command("find the recipe that fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },
     "check": {
-        "check": Command("report whether a run is legal before it starts", ("launch.commands.check",), True),
+        "check": Command("report the mistakes in a run before it starts", ("launch.commands.check",), True),
         "fit": Command("find the largest micro-batch that really runs here", _TRAIN, True),
-        "doctor": Command("report whether this machine and its network can train", ("launch.doctor.command",)),
+        "doctor": Command("test this machine and its network for training", ("launch.doctor.command",)),
     },
     "run": {
         "prepare": Command("tokenize the data ahead of time, without a GPU", _TRAIN, True, as_train=True),
         "train": Command("train here: accelerate launch with the recipe's YAML", _TRAIN, True),
         "rerun": Command("repeat a recorded run, and list what differs here", ("launch.commands.rerun",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", _TRAIN),
-        "status": Command("show how submitted runs are doing", _TRAIN),
+        "status": Command("show the state of submitted runs", _TRAIN),
         "logs": Command("print the log of a submitted run", _TRAIN),
         "evaluate": Command("measure the model of a run on held-out or on other data", _USE, True, as_train=True),
         "generate": Command("answer a prompt with the model of a run", _USE, as_train=True),
-        "merge": Command("add a trained adapter to its base model, and check the result", _USE, as_train=True),
+        "merge": Command("merge a trained adapter into its base model, and check the result", _USE, as_train=True),
     },
     "understand": {
         "compare": Command("put runs side by side: settings, speed, memory, results", _COMPARE),
         "diff": Command("show the differences between two runs or recipes", _COMPARE),
         "scale": Command(
-            "measure how a training scales, and report why", ("launch.scaling.run", "launch.scaling.report"), True
+            "measure multi-GPU scaling, and name the bottleneck", ("launch.scaling.run", "launch.scaling.report"), True
         ),
         "explain": Command(
-            "measure here what accumulation and mixed precision do", ("launch.explain.tables",), as_train=True
+            "measure the effects of accumulation and mixed precision", ("launch.explain.tables",), as_train=True
         ),
     },
 }
@@ -74,7 +74,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0 done, 1 failed or a target is not met, 2 a mistake, 130 Ctrl-C."""
+    """Return the exit code: 0 done, 1 failed or target missed, 2 mistake, 75 signal, 130 Ctrl-C."""
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also while a command is imported
@@ -98,7 +98,7 @@ def _main(argv: list[str]) -> int:
         if command is None:
             raise _no_command(name)
         if name in ("train", "fit", "submit", "rerun"):
-            print_without_reader()  # a training goes on when nobody reads its output
+            print_without_reader()  # a training continues when nobody reads its output
         parser = _parser(name, command)
         options, rest = parser.parse_known_args(own)
         _require_known(rest, options.parser, command)
@@ -118,8 +118,8 @@ def _main(argv: list[str]) -> int:
 def _require_known(rest: list[str], parser: Parser, command: Command) -> None:
     """Raise `UserError` for an argument of `rest` that the command does not know.
 
-    If the command takes train.py's flags too, the rules judge those, and all their mistakes are
-    reported at once. Only a flag that most resembles one of the command's own is refused here.
+    If the command accepts train.py's flags too, the rules check those flags, and report all
+    mistakes at once. Here, only a flag that most resembles one of the command's own is refused.
     """
     known, is_submit = set[str](), "submit" in parser.prog
     if rest and (command.train_flags or is_submit):

@@ -1,4 +1,4 @@
-"""The parser of every command, types for whole numbers, and flags made from a dataclass."""
+"""The parser of every command, types for numbers, and flags made from a dataclass."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.flags: list[str] = []  # their names, such as num_processes
+        self.flags: list[str] = []  # the names of all flags, such as num_processes
         super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
@@ -27,8 +27,8 @@ class Parser(argparse.ArgumentParser):
         """Add an argument for each line of `table`. The command calls `run` with the options.
 
         Two spaces separate the argument from its help. An argument is `NAME`, `[NAME]` (optional),
-        `--flag NAME`, or `--flag` for a switch. N is a whole number from 1, GB and SHARE are
-        numbers above 0.
+        `--flag NAME`, or `--flag` for a switch. N is a whole number from 1; GB, GB/s and SHARE are
+        numbers above 0, and SHARE is at most 1.
         """
         for line in table.strip().splitlines():
             usage, _, help_text = line.strip().partition("  ")

@@ -90,7 +90,7 @@ def print_problems(problems: Iterable[Problem], out: Console) -> None:
 
 
 def print_progress(text: str, out: Console) -> None:
-    """Print what the command does now, so that it is not silent for many seconds."""
+    """Print the current work of a command, so that the command is not silent for many seconds."""
     out.print(f"{text} ...", style="dim", highlight=False, markup=False)
 
 

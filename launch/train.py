@@ -1,4 +1,4 @@
-"""Train a model with a recipe. Each process of a launch runs this file. Start it by either command:
+"""Train a model with a recipe. Each process of a launch runs this file. To launch, use either:
 
     recipes train --recipe standard --num_processes 2 --max_steps 20 --output_dir runs/first
     accelerate launch --config_file accelerate_configs/standard.yaml --num_processes 2 \

@@ -62,11 +62,11 @@ def one_line(error: object) -> str:
 class Failure(RuntimeError):
     """A failure that stops a run, such as out of memory, NaN, a lost rank or a full disk.
 
-    The message says what happened. Each cause has a subclass, so that callers can catch it.
+    A subclass marks a cause that callers treat differently, such as `StreamBroke`.
     """
 
 
 class StreamBroke(Failure):
-    """A stream of data broke for a reason other than the data itself, such as the network.
-    A later start may succeed.
+    """Reading the data failed: the network, a disk or, in the middle of a stream, a wrong row.
+    Unless a row is wrong, a later start may succeed.
     """

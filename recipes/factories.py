@@ -71,7 +71,7 @@ def recipe(name: str):
     `num_processes` is the environment's WORLD_SIZE if not given. `global_batch_size` (16 examples
     per optimizer step over all processes if not given) is split into micro-batch and accumulation;
     any other keyword overrides the recipe. Raises `UserError` for settings that are not legal
-    together, and for a setting that `args_class` has no field for. What only a script knows, such
+    together, and for a setting that `args_class` has no field for. What only the script knows, such
     as its metrics, is not checked. Warns if no launcher has set up the recipe's engine. To give DDP
     settings such as `gradient_as_bucket_view`, call `launch.training.trainer.apply_ddp_settings(trainer,
     {{"gradient_as_bucket_view": True, "ddp_comm_hook": "no"}})`.
@@ -80,9 +80,9 @@ def recipe(name: str):
 
 
 def _warn_without_engine(run: RunSpec) -> None:
-    """Warn if the script was not started with the recipe's launcher. Without it, Trainer silently
-    trains a memory recipe unsharded and without offload. `--deepspeed` and `--fsdp` need no
-    launcher, because Trainer sets both up itself.
+    """Warn if no launcher has set up the recipe's engine, because Trainer then silently trains a
+    memory recipe unsharded and without offload. `deepspeed` and `fsdp` need no launcher: Trainer
+    sets up both itself.
     """
     wanted, launched = run.engine, from_environment(run.place.environment)
     if wanted.kind in ("single", "ddp") or run["fsdp"] or run["deepspeed"]:

@@ -16,19 +16,19 @@ class RunFlags:
     recipe: str = flag("standard", "one of `recipes list`, or a file of your own: mine.yaml, mine.py:function")
     config: str | None = flag(None, "YAML with any of these settings, or a run.json; the command line wins over it")
     global_batch_size: int = flag(16, "examples per optimizer step over all processes; the same on any hardware")
-    task: Literal["causal_lm", "sequence_classification"] = flag("causal_lm", "what the model is trained to do")
+    task: Literal["causal_lm", "sequence_classification"] = flag("causal_lm", "task that the model learns")
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = flag(
         None, "kind of label that a classifier learns; without it, the values in the label column decide"
     )
     fresh: bool = flag(False, "start over: the content of OUTPUT_DIR is moved aside, never deleted")
-    verbose: bool = flag(False, "show what the libraries print")
+    verbose: bool = flag(False, "show the output of the libraries")
     fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
     fit_only: bool = flag(False, "find the largest micro-batch even if fit.json has one already, and do not train")
     memory_limit: float | None = flag(
         None, "GB (10^9 bytes) of GPU memory that a process may use; without a GPU, of RAM (to within 5 %)"
     )
     measure: str | None = flag(
-        None, "add lines to this .jsonl file: how long each part of a step took (for `recipes scale report`)"
+        None, "add a line to this .jsonl file: the time of each part of a step (for `recipes scale report`)"
     )
     early_stopping_patience: int | None = flag(None, "stop after this many evaluations without improvement")
 

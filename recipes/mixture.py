@@ -50,7 +50,7 @@ def parts_of_run(run: Mapping[str, Any]) -> list[Part]:
 
 
 def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
-    """Map old names to new names, from texts such as `question=prompt`. Raises `ValueError`."""
+    """Map old names to new, as in `question=prompt`. Raises `ValueError` if a name is missing."""
     split = [pair.partition("=") for pair in pairs or ()]
     if not all(old and new for old, _, new in split):
         raise ValueError(f"needs pairs old=new, such as question=prompt, got {' '.join(pairs or ())!r}")

@@ -1,4 +1,4 @@
-"""`recipes check`: report whether a run is legal, before anything starts."""
+"""`recipes check`: report the mistakes in a run, before anything starts."""
 
 import argparse
 import sys

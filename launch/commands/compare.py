@@ -49,10 +49,10 @@ def add_parser(commands: Commands) -> None:
     parser.takes(compare, "")
 
 
-# --- What differs ---------------------------------------------------------------------------------
+# --- Differences ----------------------------------------------------------------------------------
 
 ABSENT = {"value": None, "source": LIBRARY}  # for a setting that did not exist when the record was written
-# Runs that differ in one of these, or in the contents of data or model, are different trainings.
+# Runs that differ in one of these settings, or in their data or model, are different trainings.
 _TRAINING = (
     "task problem_type model_name_or_path model_revision from_scratch dataset_name dataset_config dataset_train_split "
     "dataset_test_split dataset_columns dataset_text_field dataset_label_field dataset_streaming max_length packing "
@@ -142,7 +142,7 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def other_training(rows: Sequence[Row]) -> list[str]:
-    """Return what differs in the training itself; empty if all runs are the same training."""
+    """Return the settings, or else the contents, that make the runs different trainings, if any."""
     contents = [f"the contents of the {row.name}" for row in rows if row.part == "contents"]
     return [row.name for row in rows if row.name in _TRAINING] or contents
 
@@ -253,7 +253,7 @@ def _names_of(paths: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else list(map(str, paths))
 
 
-# --- What is printed ------------------------------------------------------------------------------
+# --- Printing -------------------------------------------------------------------------------------
 
 _RESULTS = ("global_step", "final_loss", "train_loss")
 _SECONDS, _SPEEDS = ("step_time", "train_runtime"), ("samples_per_second", "tokens_per_second")
@@ -277,7 +277,7 @@ def _from(row: Row) -> str:
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Return the reason of the first run that has one for its value. Of several runs, name it."""
+    """Return the first reason of a run for its value. If there are several runs, name that run."""
     reasons = [(title, entry.get("reason") or "") for title, entry in zip(titles, entries, strict=True)]
     title, reason = next((pair for pair in reasons if pair[1]), ("", ""))
     return f"{title}: {reason}" if reason and len(reasons) > 1 else reason
@@ -313,7 +313,7 @@ def _numbers(record: Json) -> dict[str, float]:
 
 
 def _result_rows(records: list[Json]) -> list[list[str]]:
-    """Return a row per result. It compares each run with the first, by a ratio or a difference."""
+    """Return a row per result, which compares each run with the first, by ratio or difference."""
     rows = []
     for name, (first, *others) in results(records).items():
         noise = [noise_can_make(name, records[0], record) for record in records[1:]]
@@ -339,7 +339,7 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
 
 
 def _margins(metric: str, wanted: str, records: list[Json]) -> list[float]:
-    """Return by how much each run meets a target: negative if missed, NaN if the run has no value.
+    """Return each run's margin to a target: negative if missed, NaN if the run has no value.
 
     Raises `UserError` if no run has this result, or if `wanted` is not a number.
     """

@@ -22,7 +22,7 @@ _HEADS = {
 _EXPLANATION = f"""\
 batch: examples in a micro-batch x micro-batches in a step, on each GPU
 params: the weights, or this GPU's share of them, and the weights that are gathered at the same time
-grads: gradients at the moment of most memory in a step; 0 if gradients appear only while activations are freed
+grads: gradients at the step's peak; 0 if the peak comes before the backward pass has made any
 optim: the optimizer's state, such as Adam's two moments, or this GPU's share of it
 activ: tensors that the forward pass keeps for the backward pass, and autocast's 16-bit weights
 logits: tensors as wide as the vocabulary: the head's output, the loss, and their gradients
@@ -119,7 +119,7 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
     if details or not timed:
         _print_time(plan, processes, timed)
     if not details:
-        print("add --details to see what each column holds, what the times assume, and how the batch can be split")
+        print("add --details to see the meaning of each column, the assumptions of the times, and other splits")
         return
     if plan.recommended:
         _print_splits(plan, processes)
@@ -128,7 +128,7 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
 
 
 def _print_answers(plan: Plan) -> None:
-    """Print the recommended recipe and changes that fit without its offload, the fastest first."""
+    """Print the recommended recipe, and changes that fit without offload, the fastest first."""
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
     whole = [entry for entry in plan.recipes if entry.run.engine.offload_optimizer == "none"]
     if whole and not any(entry.fits for entry in whole):
@@ -148,7 +148,7 @@ def _print_answers(plan: Plan) -> None:
 
 
 def _print_time(plan: Plan, processes: int, timed: bool) -> None:
-    """Print the parts and assumptions of a step's time, or why the time is unknown."""
+    """Print the parts and assumptions of a step's time, or the reason that the time is unknown."""
     if not timed:
         ignored = "; --mfu has no effect" if plan.mfu_source == "--mfu" else ""
         print(f"the time of a step is unknown: {plan.unknown_compute}{ignored}")

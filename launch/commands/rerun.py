@@ -17,15 +17,15 @@ from recipes.run.command_line import parse
 from recipes.run.files import existing_path, shipped
 
 _DESCRIPTION = """\
-Train a recorded run again, into another folder. What differs here (versions, GPUs or CPU, data, model, code, files such
-as a recipe of your own, environment variables) is listed before the start. The field `files` of the recorded run.json
-holds the old contents of these files.
+Train a recorded run again, into another folder. Differences on this machine (versions, GPUs or CPU, data, model, code,
+files such as a recipe of your own, environment variables) are listed before the start. The field `files` of the
+recorded run.json holds the old contents of these files.
 """
 
 
 _FLAGS = """
 FOLDER                    an output folder, or its run.json
---exact                   refuse to start if a difference can change the training
+--exact                   refuse to start if a difference can change the training, or if the run was resumed
 --dry_run                 print the script instead of running it
 --num_processes N         processes in all [as many as recorded]
 --accelerate_config FILE  Accelerate YAML of another engine [the recorded YAML]
@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Repeat a run and return the exit code. With --exact, a difference raises `UserError`."""
+    """Repeat a run, return the exit code. --exact: a difference or resume raises `UserError`."""
     record, file = recorded.read(options.folder, "RUN"), recorded.file_of(options.folder).resolve()
     typed = {name: setting.value for name, setting in parse(argv, []).items()}
     if "config" in typed:
@@ -113,7 +113,7 @@ def _left_out(record: Json) -> list[str]:
     return [word for word in words if word[2:].partition("=")[0].replace("-", "_") not in _PLACEMENT]
 
 
-# --- What differs ---------------------------------------------------------------------------------
+# --- Differences ----------------------------------------------------------------------------------
 
 # Variables that are ignored, because model, data and GPUs themselves are compared.
 _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
@@ -121,7 +121,7 @@ _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 def _matters(row: Row, record: Json, run: RunSpec) -> bool:
     """True if the difference can change the training. False if it follows from another difference,
-    or is in a setting that was unknown to the version of the libraries in the record or here.
+    or if only the recorded or only the installed version of a library has the setting.
     """
     name, then = row.name, row.values[0]
     if row.part == "contents":  # missing data or a missing model is reported elsewhere

@@ -67,8 +67,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tokenize the data of a run. Print the number and the folder of the tokens and, with --show,
-    examples as training sees them.
+    """Tokenize the data of a run. Print each part's numbers of examples and tokens and its folder
+    and, with --show, examples as the training sees them.
     """
     StopRequest().listen()
     run = resolve(argv)
@@ -154,5 +154,5 @@ def show_logs(options: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
         TARGETS[submission.target].print_log(submission, folder, options.follow)
     except KeyboardInterrupt:
-        print(f"\nthe run goes on: recipes status {quote(str(folder))}")
+        print(f"\nthe run continues: see `recipes status {quote(str(folder))}`")
     return 0

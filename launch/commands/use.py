@@ -1,6 +1,6 @@
 """`recipes evaluate`, `generate` and `merge`: measure or try the model of a run, merge its adapter.
 
-All three load the model as the run did, with the same tokenizer, precision and base of an adapter.
+All three load the run's model with its tokenizer, and an adapter on top of its base model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MERGE = f"""
 # merged model and of base plus adapter. Merged weights are rounded to the type of the base model.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 INPUTS, LENGTH = 3, 16  # sequences that both models get, and tokens of each
-# Settings that turn off what only a training does, such as saving and reporting.
+# Settings in place of those that only a training needs, such as saving and reporting.
 _OFF = {
     "eval_strategy": "epoch", "save_strategy": "steps", "load_best_model_at_end": False, "push_to_hub": False,
     "report_to": "none", "measure": None, "early_stopping_patience": None, "fresh": False,
@@ -61,7 +61,7 @@ def add_parser(commands: Commands) -> None:
     text = "Measure the model of a run on the run's --dataset_test_split. --dataset_name FILE_OR_ID names other data, "
     text += "with split `train` unless --dataset_test_split names another. train.py's other flags change settings."
     commands.add_parser("evaluate", description=text).takes(evaluate, _EVALUATE)
-    text = "Generate with the model of a run; its generation config decides whether tokens are sampled. "
+    text = "Generate with the model of a run. The model's generation config decides whether tokens are sampled. "
     text += "If the tokenizer has a chat template, the prompt is a user's message."
     commands.add_parser("generate", description=text).takes(generate, _GENERATE, max_new_tokens=100)
     text = "Merge a trained adapter, such as LoRA, into its base model, and write a model that any library loads, with "
@@ -70,7 +70,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the metrics that Trainer's evaluation returns."""
+    """Print the metrics of Trainer's evaluation, without its times and speeds."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics = _evaluated(Path(options.folder), argv, scratch)
     rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if is_figure(name) and name != "epoch"]
@@ -184,7 +184,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
 
 
 def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Write the merged model and return 0; if the logits change, write nothing and return 1."""
+    """Write the merged model and return 0; if its logits differ too much, only return 1."""
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():

@@ -73,7 +73,7 @@ class _Unheard(io.FileIO):
 
 
 def print_without_reader() -> None:
-    """Ignore failed prints to stdout and stderr. A training then goes on after `| head -1` has
+    """Ignore failed prints to stdout and stderr. A training then continues after `| head -1` has
     closed its pipe, and saves its last step after its terminal is closed.
     """
     for name in ("stdout", "stderr"):
@@ -98,7 +98,7 @@ _REMEDIES = {
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[str, str] | None:
-    """Return what the machine refused and the start of the remedy; None for other kinds of errors.
+    """Return the machine's refusal and the start of the remedy; None for other kinds of errors.
 
     The text of an error may hide a full disk: torch only reports that its stream has failed. So any
     error is a storage failure if no file can now be written into `folder`, to which the run wrote.

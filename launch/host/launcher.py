@@ -44,8 +44,8 @@ _say = partial(print, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch a run. Return the exit code of the first rank that failed, 128 + n if signal n killed
-    this rank, 130 after Ctrl-C, 75 after another stop signal, 0 if no rank failed.
+    """Launch a run. Return the exit code of the first rank that failed (128 + n if signal n killed
+    this rank), 130 after Ctrl-C, 75 after another stop signal, 1 if accelerate fails, else 0.
     """
     listen()
     from accelerate.commands import launch  # takes seconds: it imports torch
@@ -177,7 +177,7 @@ def end_with_launcher() -> None:
     """Have the kernel send SIGTERM to this rank when its launcher ends.
 
     A killed launcher does not stop its ranks, and `accelerate launch` dies of SIGUSR1. A run
-    without a launcher goes on, because its shell may exit and leave the run in the background.
+    without a launcher continues, because its shell may exit and leave the run in the background.
     """
     own, parent = _parent
     if launcher_argv():

@@ -18,7 +18,7 @@ _RAN_OUT = re.compile(
 
 
 def limit(limit_bytes: int, cuda: bool) -> None:
-    """Limit this process's GPU memory or RAM to `limit_bytes`, including what it holds already.
+    """Limit this process's GPU memory or RAM to `limit_bytes`, including the memory in use now.
 
     Linux limits the RAM that a process reserves, and thread stacks reserve far more than they use.
     So the limit is set to the RAM reserved now, plus `limit_bytes`, minus the RAM resident now.

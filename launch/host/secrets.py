@@ -30,7 +30,7 @@ _ASSIGNED = re.compile(
     r"""\s{0,20}(?:[:,]|\+?=(?!=))\s{0,20}(?!(?:null|none|true|false|[-+\d._]+)\b)\S""",
     re.IGNORECASE,
 )
-_SHORTEST = 8  # a shorter value is no key, and hiding it would hide half of a text
+_SHORTEST = 8  # a shorter value is no key, and would be hidden wherever a text holds it by chance
 
 
 def in_environment() -> set[str]:

@@ -92,7 +92,7 @@ class World:
         return result
 
     def gather(self, own: T, timeout: float = math.inf) -> list[T]:
-        """Return what every rank passes here, in the order of ranks, once all ranks have called.
+        """Return the `own` of every rank, in the order of ranks, once all ranks have called.
 
         Before the process group exists, raises `Failure` if a rank neither calls nor gives a sign
         of life for `timeout` seconds.
@@ -174,7 +174,7 @@ def early_store(world: World) -> Store:
     serves = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # ignores what a failed attempt has left
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # in the prefix, to ignore the keys of a failed attempt
     return PrefixStore(f"early/{attempt}", store)
 
 
@@ -192,7 +192,7 @@ def _beating(world: World, store: Store) -> Iterator[Store]:
 
 
 def _beat(store: Store, world: World, left: threading.Event) -> None:
-    """Give signs of life until this rank leaves, or its launcher, which holds the store, ends."""
+    """Give signs of life until this rank leaves or the launcher, which may hold the store, ends."""
     parent, after = os.getppid(), (world.rank + 1) % world.size
     name, silence = f"rank {world.rank} (pid {os.getpid()} on {socket.gethostname()})", _silence(store, after)
     noted = False

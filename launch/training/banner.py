@@ -120,7 +120,7 @@ def _changed(run: RunSpec) -> Iterable[str]:
 
 
 def batch(run: RunSpec) -> str:
-    """Describe how processes, or groups that train on the same examples, split the global batch."""
+    """Describe the split of the global batch over processes, or over groups that share examples."""
     split, sharing = run.batch, run.engine.parallelism.sharing
     over = "world" if sharing == 1 else "data-parallel"
     words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
@@ -141,7 +141,7 @@ def schedule(run: RunSpec) -> str:
 
 
 def precision(run: RunSpec) -> str:
-    """Describe the compute precision, and the reason for this precision."""
+    """Describe the precision of compute and weights, and the reason for the compute precision."""
     mixed = mixed_precision(run)
     name = "fp32" if mixed == "no" else mixed
     reason = run.setting("fp16" if run["fp16"] else "bf16").reason
@@ -150,12 +150,12 @@ def precision(run: RunSpec) -> str:
 
 
 def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
-    """Print what an earlier run left in the output folder, and whether this run resumes it."""
+    """Print notes on an earlier run in the output folder, and the checkpoint to resume from."""
     for note in earlier.notes:
         print_note(note, out)
     if earlier.finished:
         where = f"{run['output_dir']} holds a finished run of {earlier.step} steps: nothing to train"
-        out.print(f"{escape(where)}. --fresh starts over, a larger --max_steps or --num_train_epochs trains on.")
+        out.print(f"{escape(where)}. --fresh starts over, a larger --max_steps or --num_train_epochs trains longer.")
     elif earlier.checkpoint:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 
@@ -164,7 +164,7 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
-    """Add the row of `--measure`, print the summary, and free the memory of DDP and DeepSpeed.
+    """Add the row of `--measure`, print the summary, write the model card, free DDP or DeepSpeed.
 
     All ranks call this after the run is recorded as finished. A failure only prints a note.
     """

@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """Return how many examples of an epoch are left for its last micro-batches, over all processes.
-    A number of 0 or less means that no repeated examples fill up these micro-batches.
+    """Return the number of examples left for an epoch's last micro-batches, over all processes.
+    0 or less means that no repeated examples fill up these micro-batches.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -74,7 +74,7 @@ class Places:
 
     ranks: int
     workers: int
-    shards: list[int]  # how many shards each part has
+    shards: list[int]  # the number of shards of each part
     turn: int = 0
     round: int = 0
     of: dict[str, Json] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Places:
 
 
 def _with_place(collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]) -> dict[str, Any]:
-    """Collate rows, and add the place after the last row. If a row is an error, return only it."""
+    """Collate rows and add the place after the last row. If a row is an error, return the error."""
     place = next((row[PLACE] for row in rows if isinstance(row[PLACE], Exception)), rows[-1][PLACE])
     if isinstance(place, Exception):
         return {PLACE: place}

@@ -50,7 +50,7 @@ class StoppedInEvaluation(Preempted):
 
 
 class StopWhenRequested(TrainerCallback):
-    """Stops all ranks together once any rank is told to stop: all complete the step and save.
+    """Stops all ranks together once any rank gets a stop signal: all complete the step and save.
 
     An evaluation ends after its current batch, because the other batches may take longer than the
     time that is left. The resumed run repeats the evaluation. The ranks agree over gloo, so that no
@@ -99,7 +99,7 @@ class StopWhenRequested(TrainerCallback):
 
 class Progress(TrainerCallback):
     """Prints one line per log of steps or evaluations. The last step is always logged, so that the
-    final loss is known even if a recipe logs rarely.
+    final loss is known even if the recipe logs rarely.
     """
 
     began: float | None = None  # None in an evaluation without training
@@ -175,7 +175,7 @@ class StepTiming(TrainerCallback):
 
     @property
     def step_time_off(self) -> float | None:
-        """The error of `step_time` in seconds, from the mean step times of parts of the run."""
+        """The uncertainty of `step_time` in seconds, from the scatter between parts of the run."""
         size = max(1, len(self.durations) // _STRETCHES)
         starts = range(0, len(self.durations) - size + 1, size)
         means = [fmean(self.durations[start : start + size]) for start in starts]
@@ -198,7 +198,7 @@ class StepTiming(TrainerCallback):
         self._marks.append((part, now))
 
     def begin_step(self) -> None:
-        """Before a step reads data, start to profile it (last of warm-up) or to time its parts."""
+        """Start to profile before the last warm-up step, and to time parts after the warm-up."""
         if self.on and self.steps_trained == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
@@ -259,8 +259,8 @@ def _due(state: TrainerState, control: Any) -> str:
 
 
 def _counted(profiler: profile) -> tuple[int, int, int]:
-    """Return three numbers of the step that this process profiled: how many micro-batches reduced
-    gradients, how many collectives ran, and how many bytes they carried.
+    """Return three counts from the profiled step of this process: micro-batches that reduced
+    gradients, collectives, and the bytes that these collectives carried.
 
     A reduce inside a micro-batch carries gradients. Gathers and broadcasts carry parameters,
     buffers and counts.

@@ -96,7 +96,7 @@ def report(error: BaseException, world: World) -> int:
 def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Path | None) -> str:
     """Describe a failure of the machine, the newest saved checkpoint, and how to resume."""
     what, remedy = storage or (str(error), "")
-    if isinstance(error, NotANumber):  # also in the last checkpoint, perhaps, and a resume keeps the rate
+    if isinstance(error, NotANumber):  # the last checkpoint may hold NaN too, and a resume keeps the rate
         return f"{what}. Start again with --fresh, and a lower --learning_rate or --bf16 false --fp16 false"
     if isinstance(error, KeyboardInterrupt):
         what = "interrupted"
@@ -124,8 +124,8 @@ def _lost_a_rank(error: BaseException) -> bool:
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. An error of all ranks is printed once per node.
 
-    The first rank of each node prints a mistake or a bug. If the launcher does not end another rank
-    that failed, the first rank has not met the error, so the other rank prints it.
+    The first rank of each node prints a mistake or a bug. Another rank that failed prints its error
+    only if the launcher does not end that rank, because then no rank has failed before it.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True

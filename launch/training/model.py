@@ -80,8 +80,8 @@ def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str
 
 
 def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpec, list[Problem]]:
-    """Add the model's configuration to the run, and limit max_length and packing to what the model
-    supports. Return the run, and the advice that `check` cannot give without the configuration.
+    """Add the model's configuration to the run, and change settings that the model does not support
+    (max_length, packing, attention). Return the run, and the advice that needs the configuration.
 
     Raises `UserError` for errors that `check` finds earlier if the model is in a local folder.
     """
@@ -208,7 +208,7 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
         raise mistake("from_scratch", what, f"set vocab_size {vocabulary} in the model's config.json")
     with _of_these_files(run, "model"):
         model = _built(run, config)
-    # Initialize again with the seed, because constructors draw random numbers, except under ZeRO-3.
+    # Constructors have drawn random numbers (not under ZeRO-3), so initialize again with the seed.
     for module in model.modules():
         module._is_hf_initialized = False
     set_seed(run["seed"])
@@ -289,7 +289,7 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
 # --- 4 bits and adapters --------------------------------------------------------------------------
 
 
-# What peft trains as a whole in a classifier: modules whose names end so, such as `pre_classifier`.
+# peft trains a classifier's modules whole if their names end in one of these: `pre_classifier`.
 _HEADS = ("classifier", "score")
 
 

@@ -49,8 +49,8 @@ def filler(labels: torch.Tensor) -> float:
 
 
 def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with labels that Trainer counts correctly. Trainer counts each label except
-    -100. But regression may learn the number -100, and an example with several labels is one item.
+    """Return a batch whose labels Trainer counts correctly. Trainer counts each label except -100,
+    but regression may learn the number -100, and an example with several labels is one item.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.is_floating_point():

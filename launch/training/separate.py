@@ -24,7 +24,7 @@ from recipes.quiet import silence
 from recipes.run import RunSpec, Settings
 
 _FIRST, _SECOND = 5, 7  # tokens of the two examples, so that a block of 2, 4 or 8 tokens holds tokens of both
-_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # the first that leaves _LEAST_WIDTH and fits the heads divides the widths
+_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # widths are divided by the first that leaves _LEAST_WIDTH and suits the heads
 _LEAST_WIDTH = 16
 _MOST_WEIGHTS = 60_000_000
 _WIDTHS = re.compile(r"(size|dim|dims|rank|embd|inner|width|d_head|d_model|d_ff|d_ssm)$|^dim_|_dim_|intermediate")

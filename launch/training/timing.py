@@ -143,7 +143,7 @@ def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]
 
 def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
     """Estimate the seconds of a micro-batch that do not depend on its size, by timing half of it.
-    None if it cannot be halved, because it is one example, or several joined into one row.
+    None if the micro-batch is a single row: one example, or several joined ones.
     """
     (batch, *_), items = trainer.timing.first_batches
     if size < 2 or any(len(tensor) != size for tensor in batch.values()):

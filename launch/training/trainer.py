@@ -72,7 +72,7 @@ class RecipeTrainer(CommittingTrainer):
         if settings.use_liger_kernel and settings.torch_compile:
             _keep_loss_out_of_compiled_code()
         if run is not None and settings.torch_compile and run["use_regional_compilation"]:
-            torch._dynamo.config.optimize_ddp = False  # pieces of a layer would keep more activations
+            torch._dynamo.config.optimize_ddp = False  # else layers are cut at DDP's buckets, and keep more activations
         super().__init__(*args, **kwargs)
         self.any_world = any_world
         self.timing = StepTiming(self.args.device.type == "cuda", parts=run is not None and bool(run["measure"]))
@@ -255,7 +255,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         """Evaluate as Trainer does. If a stop cut short the last evaluation of the earlier run, the
-        first one here replaces it, and its metric updates the best model and the scheduler too.
+        first one here repeats that evaluation, and updates the best model and the scheduler too.
         """
         owed, self._owed = self._owed, False
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)
@@ -353,7 +353,7 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
 
 def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
     """Work around accelerate 1.15, which rounds all outputs of the model to 16 bits, even the loss.
-    It also shards the input embeddings, and fails if a sharded module holds them, as in BERT.
+    accelerate also shards the input embeddings, and fails if a sharded module holds them (BERT).
     """
     if policy := plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)

@@ -15,8 +15,8 @@ BATCH = "batch arithmetic"
 class Batch:
     """The global batch as `micro` examples per process x `accumulation` x `data_parallel`.
 
-    `data_parallel` is the number of processes, or groups of processes, with their own examples. If
-    the user did not write the micro-batch, `source` says what chose it: arithmetic, or `--fit`.
+    `data_parallel` is the number of processes, or groups of processes, with their own examples.
+    `source` is `batch arithmetic`, or `fit.json` if `--fit` found the micro-batch.
     """
 
     micro: int
@@ -35,7 +35,7 @@ class Batch:
 
 
 def data_parallel_size(world: int, parallelism: Parallelism) -> int:
-    """Return the number of process groups, each of which trains on its own examples.
+    """Return the number of processes, or groups of processes, that train on their own examples.
 
     Raises `UserError` if the world size is not a multiple of the size of a group.
     """

@@ -133,7 +133,7 @@ def unknown(name: str, source: str) -> Problem:
 
 
 def names_with_a_fix() -> set[str]:
-    """The settings, and the names that `unknown` explains although they are not similar to one."""
+    """The names of settings, and the renamed or misplaced names that `unknown` has a fix for."""
     return {*legal.settings(), *moved.RENAMED, *moved.ELSEWHERE}
 
 
@@ -153,7 +153,7 @@ _EXPONENT = r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"
 
 
 def coerce(value: object, known: legal.Field) -> Any:
-    """Convert `value` to the field's type. Raises `ValueError` with what is wrong.
+    """Convert `value` to the field's type. Raises `ValueError` for a value that is not legal.
 
     If the field needs a number, text is read as a number, because a command line has only text, and
     YAML reads `1e-5` as text.
@@ -234,6 +234,6 @@ def _expected(known: legal.Field, dashes: str) -> str:
         return "a name, a list of names, or in a file entries such as {name: data.jsonl, weight: 2}"
     if known.name == "dataset_columns":
         return f"{dashes}dataset_columns question=prompt answer=completion"
-    # Some of these settings also accept the path of a JSON file. All accept an object.
+    # A setting of type dict accepts a JSON object; some also accept the path of a JSON file.
     kind = 'a JSON object: {"name": value}' if "dict" in known.types else _names(known.types)
     return f"{dashes}{known.name} with {kind}"

@@ -23,8 +23,8 @@ class Parallelism:
     Tensor parallelism gives several processes the same examples, so the data are divided over fewer
     groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would also do
     so, but a rule refuses both. With replicas and shards (HSDP) each process has its own examples.
-    `source` is the file or argument that sets the sizes; empty if nothing does. A value that is not
-    a whole number above 0 is read as 1; `rules.probe` lets accelerate and DeepSpeed refuse it.
+    `source` is the file, argument or launcher that sets the sizes, or empty. A value that is not a
+    whole number above 0 is read as 1; `rules.probe` lets accelerate and DeepSpeed refuse it.
     """
 
     dp_replicate_size: int = 1
@@ -72,12 +72,12 @@ def exported_sizes(environment: Mapping[str, str]) -> Parallelism:
 
 @dataclass(frozen=True)
 class Engine:
-    """How the processes of a run work together.
+    """The engine of a run (one process, DDP, FSDP, DeepSpeed, ...), with its settings.
 
     `kind` is single, ddp, deepspeed, fsdp or another of accelerate's distributed types in lower
-    case. `source` is the file or argument that names the engine, `raw` the content of its
-    Accelerate YAML. `num_processes` comes from the command line, else from the YAML, else None.
-    `json` is the DeepSpeed JSON, None without one; `fsdp` are FSDP's settings, by their names
+    case. `source` is the file, argument or launcher that names the engine. `raw` is the content of
+    its Accelerate YAML. `num_processes` comes from the command line, else from the YAML, else None.
+    `json` is the DeepSpeed JSON, None without one. `fsdp` holds FSDP's settings, by their names
     without the prefix `fsdp_`.
     """
 
@@ -230,8 +230,8 @@ _SET_BY_TRAINER = {
 
 
 def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
-    """Return the engine with Trainer's own `--fsdp` (`words`) and `--fsdp_config` (`config`), which
-    win over the launch's settings, but for its offload.
+    """Return the engine with Trainer's own `--fsdp` (`words`) and `--fsdp_config` (`config`). Both
+    flags win over the launch's settings, but cannot turn the launch's offload off.
     """
     content = config if isinstance(config, Mapping) else read_json(str(config or ""))[0] or {}
     own = _without_prefix(content)
@@ -240,8 +240,8 @@ def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
 
 
 def _as_fsdp(engine: Engine, section: Json) -> Engine:
-    """Return the engine as FSDP with these settings. FSDP offloads both states and parameters, or
-    neither. `accelerate launch` defaults to version 1.
+    """Return the engine as FSDP with these settings. FSDP offloads both parameters and optimizer
+    states, or neither. `accelerate launch` defaults to version 1.
     """
     device = "cpu" if str(section.get("offload_params")).lower() in ("true", "1") else "none"
     engine = replace(engine, kind="fsdp", fsdp_version=_int(section.get("version", 1)), fsdp=section)

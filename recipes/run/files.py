@@ -23,7 +23,7 @@ def existing_path(name: str | None) -> Path | None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the sorted files that `datasets` reads in a folder: no hidden files or folders."""
+    """Return the sorted files that `datasets` reads in a folder, without names like .x and __x."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     return [file for file in files if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}")]
 

@@ -25,12 +25,12 @@ MODEL_FILES = (
 
 
 def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
-    """Hash a local file, or all files in a folder. Returns None for data on the Hub, and if a file
-    cannot be read.
+    """Hash a local file, or the files of a folder or pattern. Returns None for data on the Hub, and
+    if a file cannot be read.
 
     Without data, hash the demonstration's texts: the standard library of this Python. The hash of a
     mixture combines each part's hash (or else its name) with the settings of that part. Up to 256
-    MiB are read whole; of more, some 4,096 blocks, among them the start and the end of each file.
+    MiB are read whole; of larger data, about 4,096 blocks, and the start and end of each file.
     """
     if not dataset_name:
         return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))

@@ -1,4 +1,4 @@
-"""Reads fit.json: the micro-batch that `--fit` found, and the training and devices it is for."""
+"""Reads fit.json: a micro-batch that `--fit` found, for one training on the same devices."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ _SETTINGS = (
 
 
 def identity(run: RunSpec) -> Json:
-    """Return what the fit of a run depends on, as JSON: settings, world size, devices and data."""
+    """Return the conditions of a fit, as JSON: settings, engine, world size, devices and data."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
@@ -40,7 +40,7 @@ def read(folder: str | Path) -> Json:
 
 
 def with_fit(run: RunSpec) -> RunSpec:
-    """Use the micro-batch of fit.json if it was measured for this very run."""
+    """Use fit.json if it is for this run, unless the user set micro-batch or accumulation."""
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return run
     fitted = batch(run, read(run["output_dir"])) if run["output_dir"] else None

@@ -1,4 +1,4 @@
-"""The metrics that train.py reports for a classifier, and whether smaller or greater is better."""
+"""The metrics that train.py reports for a classifier, and the direction in which each improves."""
 
 # Metrics by transformers' `problem_type`. macro: the mean over the classes; weighted: the mean
 # weighted by examples per class; micro: over all labels of all examples at once.

@@ -29,7 +29,7 @@ from recipes.run.spec import BATCH_FIELDS, Setting
 
 _OF_A_RECIPE = ("engine", "micro_batch_cap")  # keys that are not settings of train.py
 _KEYS = ("base", "purpose", *_OF_A_RECIPE, "changes")
-# `resolve` reads these values too early for a function of the run to decide them.
+# The run itself depends on these values, so a function of the run cannot decide them.
 _EARLY = (*BATCH_FIELDS, *_OF_A_RECIPE, "model_name_or_path", "dataset_name", "use_cpu", "output_dir", "deepspeed")
 
 

@@ -1,4 +1,4 @@
-"""Where a run trains (processes, machine, launch), and the engine that trains it."""
+"""The place of a run (processes, machine, launch), and the engine that trains the run."""
 
 import os
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ class Place:
     """The processes of a run and their machine, before the launch or in a launched process.
 
     `world_size` counts all processes, `local_world_size` the processes of one node. If another
-    machine will train, `packages` names packages that are surely installed there; None means that
-    the run trains here. `yaml` is the engine of the Accelerate YAML that the user names for the
+    machine will train, `packages` are those known to be installed there; None means that the run
+    trains here. `yaml` is the engine of the Accelerate YAML that the user names for the
     launch; None means that the recipe decides. `launched` is True in a launched process of
     train.py, whose environment shows the engine that the launcher has set up. `trained_by` is
     train.py, the user's own script, or nobody for a plan, which needs neither a model nor data.
@@ -65,7 +65,7 @@ def here(
     if "hardware" not in known:
         known["hardware"] = hardware.read()
     environment = dict(known.pop("environment", os.environ))
-    if yaml and yaml.kind != "deepspeed":  # its launcher overwrites these variables
+    if yaml and yaml.kind != "deepspeed":  # except under DeepSpeed, accelerate launch overwrites these variables
         environment = {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_DYNAMO_")}
     return Place(size, local_world_size or size, environment=environment, yaml=yaml, **known)
 
@@ -81,7 +81,7 @@ def launch_yaml(recipe: Recipe, deepspeed: object) -> Path:
 
 
 def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine:
-    """The engine that trains. For the user's own script it is the engine to launch the script with.
+    """The engine that trains or, for the user's own script, the engine to launch the script with.
     `given` are the values that the user wrote.
 
     The launch sets up an engine. train.py replaces that engine in two cases: the user gives

@@ -72,7 +72,7 @@ def is_record_at(path: str) -> bool:
 
 
 def began_from(output_dir: str, checkpoint: str) -> bool:
-    """True if the run.json of an output folder says that its run began from this checkpoint."""
+    """True if the run.json of an output folder records that its run began from this checkpoint."""
     run = (read_json(Path(output_dir, NAME))[0] or {}).get("run")
     return isinstance(run, dict) and run.get("began_from") == os.path.realpath(checkpoint)
 
@@ -81,8 +81,8 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """Return what the user wrote for the recorded run, its recipe and its global batch, without
-    secrets. A secret that this run needs and that is not `given` again becomes a problem.
+    """Return the settings that the user wrote for the recorded run, its recipe and global batch,
+    but no secret. A secret that this run needs and that is not `given` again becomes a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}
@@ -103,8 +103,8 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
-    """Return the recorded values that this machine would decide differently. `derived` is the run
-    that results here from the same written settings and the recorded number of processes.
+    """Return the recorded values that are derived differently here, except values that another
+    machine decided. `derived` is the run that the written settings give here, on as many processes.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
@@ -133,7 +133,7 @@ def is_derived(source: str) -> bool:
 
 
 def is_legal(name: str, value: Any) -> bool:
-    """True if the installed libraries accept the value, which may be another version's default."""
+    """True if the installed versions have this setting, and allow this value of another version."""
     problems: list[Problem] = []
     return bool(accept({name: value}, NAME, problems)) and not problems
 

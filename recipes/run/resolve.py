@@ -70,7 +70,7 @@ def _find_recipe(given: Given, problems: list[Problem]) -> Recipe:
 
 
 def _split(recipe: Recipe, place: Place, engine: Engine, given: Given, problems: list[Problem]) -> Batch:
-    """Split the global batch over the processes. If that is impossible, return a batch of 1."""
+    """Split the global batch over the processes. If that is impossible, use a micro-batch of 1."""
     total, micro, accumulation = (given[name].value if name in given else None for name in BATCH_FIELDS)
     if any(size is not None and size < 1 for size in (total, micro, accumulation)):
         return Batch(1, 1, place.world_size, "unknown: a size below 1 was given")  # a rule reports it

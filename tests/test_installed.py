@@ -85,12 +85,12 @@ def test_the_wheel_holds_its_packages_yaml_files_and_metadata(installed):
         ),
     ],
 )
-def test_a_command_works_from_an_empty_folder(words, answer, installed, empty):
+def test_commands_of_the_installed_wheel_run_from_an_empty_folder(words, answer, installed, empty):
     done = recipes(*words.split(), cwd=empty, path=[installed])
     assert (done.returncode, answer in done.stdout) == (0, True), done.stdout + done.stderr
 
 
-def test_a_job_for_azure_uploads_what_a_clone_uploads(installed, tmp_path):
+def test_an_azure_ml_job_uploads_the_same_files_from_the_wheel_as_from_a_git_clone(installed, tmp_path):
     words = "submit azureml --compute c --data azureml:rows:1 --dry_run --output job.yaml -- --max_steps 4"
     words = [*words.split(), "--model_name_or_path", "somebody/model"]
     content = []
@@ -106,7 +106,7 @@ def test_a_job_for_azure_uploads_what_a_clone_uploads(installed, tmp_path):
 # --- Beside others --------------------------------------------------------------------------------
 
 
-def test_a_foreign_recipes_package_installed_first_does_not_break_ours(installed, tmp_path, empty):
+def test_the_wheel_works_where_another_distribution_installed_a_recipes_package(installed, tmp_path, empty):
     site = tmp_path / "site"
     install_beside(site, "recipes", TORCHTUNE)
     (site / "recipes" / "full_finetune.py").write_text("")
@@ -116,7 +116,7 @@ def test_a_foreign_recipes_package_installed_first_does_not_break_ours(installed
 
 
 @pytest.mark.parametrize("name", ["recipes", "launch"])
-def test_a_foreign_package_earlier_on_the_path_does_not_hide_ours(name, installed, tmp_path, empty):
+def test_the_wheel_works_despite_a_recipes_or_launch_package_earlier_on_sys_path(name, installed, tmp_path, empty):
     """ROS 2's `launch`, or such a folder of the user's own: on PYTHONPATH, or the current one."""
     install_beside(tmp_path / "own", name, RAISES)
     install_beside(empty, name, RAISES)

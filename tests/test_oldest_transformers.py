@@ -16,15 +16,15 @@ TESTS = (
     "recipes/run/test_command_line.py",
     "recipes/run/test_spec.py",
     "recipes/test_factories.py",
-    "launch/training/test_equals_handwritten_loop.py::test_losses_are_those_of_the_loop[standard-4-4-False]",
-    "launch/scaling/test_scale.py::test_measuring_leaves_the_training_as_it_is",
+    "launch/training/test_equals_handwritten_loop.py::test_a_recipe_has_the_losses_of_a_handwritten_loop[standard-4-4-False]",
+    "launch/scaling/test_scale.py::test_measure_does_not_change_the_losses_or_weights_of_a_training",
     "launch/training/test_sharded.py",
     "launch/training/test_other_world.py",
 )
 
 
 @pytest.mark.slow
-def test_the_same_tests_pass_with_the_oldest_supported_version(tmp_path):
+def test_selected_tests_pass_with_the_oldest_supported_transformers(tmp_path):
     words = ["install", "--quiet", "--no-deps", "--target", str(tmp_path), "-r", str(ROOT / "tests" / "oldest.txt")]
     installed = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
     if installed.returncode and not os.environ.get("CI"):

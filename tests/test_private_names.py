@@ -78,7 +78,7 @@ def test_an_installed_library_has_the_private_names_listed_for_it(place):
     assert not gone, f"{place} has no longer {', '.join(gone)}"
 
 
-def test_every_private_name_that_the_code_uses_is_listed():
+def test_every_private_library_name_used_by_the_code_is_listed_in_this_test():
     nodes = [
         (path.relative_to(ROOT), node) for path in files().values() for node in ast.walk(ast.parse(path.read_text()))
     ]

@@ -22,16 +22,16 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
 MOST_WORDS = 1400  # of README, which a person reads before the first training
 
 
-def test_the_first_block_has_exactly_two_commands():
+def test_the_first_code_block_of_the_readme_has_exactly_two_commands():
     assert len(BLOCKS[0][1].strip().splitlines()) == 2
 
 
-def test_readme_is_short():
+def test_the_readme_stays_within_its_word_limit():
     assert len(README.split()) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_its_links_lead_to_files(folder):
+def test_relative_links_in_each_readme_lead_to_existing_files(folder):
     links = re.findall(r"\]\(([\w./]+)\)", PAGES[folder])
     assert not [link for link in links if not (ROOT / folder / link).exists()]
 
@@ -39,12 +39,12 @@ def test_its_links_lead_to_files(folder):
 @pytest.mark.parametrize(
     "file", sorted(set(re.findall(r"\b(?:accelerate_configs|launch|recipes|tests)/[\w/.]+\.\w+", TEXT)))
 )
-def test_every_file_it_names_exists(file):
+def test_every_file_path_in_a_readme_exists(file):
     assert (ROOT / file).exists()
 
 
 @pytest.mark.parametrize("module", sorted(set(re.findall(r"python3? -m (tests[\w.]*)", TEXT))))
-def test_every_module_it_starts_can_be_started(module):
+def test_every_tests_module_that_a_readme_runs_with_python_m_exists(module):
     spec = importlib.util.find_spec(module)
     assert spec is not None and (not spec.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__"))
 
@@ -53,13 +53,13 @@ QUICK = re.findall(r"^recipes (check .*|show .*|list|plan .*|submit .*--dry_run.
 
 
 @pytest.mark.parametrize("words", sorted(set(QUICK)))
-def test_every_check_show_list_plan_and_dry_run_command_of_a_readme_exits_with_0(words, capsys):
+def test_readme_commands_check_show_list_plan_and_submit_dry_run_exit_with_0(words, capsys):
     from launch.cli import main
 
     assert main(shlex.split(words)) == 0
 
 
-def test_it_names_every_recipe():
+def test_the_readme_names_every_recipe():
     assert all(f"`{name}`" in README for name in RECIPES)
 
 

@@ -116,7 +116,7 @@ def lines_of(path: Path) -> int:
 # --- The rules ------------------------------------------------------------------------------------
 
 
-def test_every_module_is_in_a_folder_that_belongs_to_a_layer():
+def test_every_module_belongs_to_an_import_layer():
     assert not [module for module in files() if room_of(module) not in LEVEL]
 
 
@@ -134,12 +134,12 @@ def _is_before(room: str, other: str) -> bool:
     return LEVEL.get(room, len(LAYERS)) < LEVEL.get(other, len(LAYERS))
 
 
-def test_no_circle_of_imports():
+def test_modules_have_no_circular_imports():
     """Raises CycleError, which names the files of the circle."""
     graphlib.TopologicalSorter(imports()).prepare()
 
 
-def test_no_file_is_too_long():
+def test_no_source_file_exceeds_the_line_limit():
     assert not [str(path) for path in files().values() if lines_of(path) > MOST_LINES]
 
 
@@ -150,7 +150,7 @@ def test_no_folder_has_more_lines_than_its_budget():
     assert not {room: lines for room, lines in sizes.items() if lines > BUDGETS.get(room, 0)}
 
 
-def test_nothing_in_launch_bears_the_name_of_a_library():
+def test_no_module_in_launch_has_the_name_of_an_installed_library():
     """With train.py as a script, launch/ is first on sys.path: a launch/datasets.py would win."""
     names = {path.stem for path in (ROOT / "launch").iterdir() if not path.stem.startswith("__")}
     look = "import importlib.util as i, sys; print(*(name for name in sys.argv[1:] if i.find_spec(name)))"
@@ -158,7 +158,7 @@ def test_nothing_in_launch_bears_the_name_of_a_library():
     assert subprocess.run(outside, capture_output=True, text=True, check=True).stdout.split() == []
 
 
-def test_nothing_in_recipes_bears_the_name_of_what_it_exports():
+def test_no_module_in_recipes_has_the_name_of_an_exported_function_or_recipe():
     """Importing a module named recipes.memory would replace the recipe of that name."""
     names = {path.stem for path in (ROOT / "recipes").iterdir()}
     assert not names & {*recipes.__all__, *RECIPES}

@@ -146,7 +146,7 @@ def saved_bytes(model: torch.nn.Module, run: RunSpec) -> int:
 def _size(parameter: torch.nn.Parameter) -> int:
     if hasattr(parameter, "ds_numel"):  # a shard of ZeRO-3
         return parameter.ds_numel
-    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+    return 2 * parameter.nbytes if type(parameter).__name__ == "Params4bit" else parameter.numel()
 
 
 # --- Loading --------------------------------------------------------------------------------------

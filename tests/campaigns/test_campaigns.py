@@ -36,7 +36,7 @@ PHASES = ["start"] * 9 + ["step 1", "save"] * 20 + ["end"] * 3
 EVENTS = {"single": [{MAIN: PHASES, BACKGROUND: []}], "ddp": [{MAIN: PHASES, BACKGROUND: [BACKGROUND] * 9}] * 2}
 
 
-def test_the_same_seed_draws_the_same_runs_of_every_sort():
+def test_random_cases_are_equal_for_equal_seeds_and_change_flags_variables_and_files():
     cases = [[draw(Random(f"seed-{number}")) for number in range(300)] for _ in range(2)]
     assert cases[0] == cases[1] == [from_json(case.as_json()) for case in cases[0]]
     assert len({case.as_json() for case in cases[0]}) > 280
@@ -44,14 +44,14 @@ def test_the_same_seed_draws_the_same_runs_of_every_sort():
     assert any(case.lifted for case in cases[0])
 
 
-def test_the_same_seed_draws_the_same_kills():
+def test_the_same_seed_gives_the_same_random_kills_of_a_training():
     chains = [[resuming.draw_kills(Random(f"seed-{number}"), EVENTS) for number in range(99)] for _ in range(2)]
     assert chains[0] == chains[1] == [resuming.chain_from(str(chain)) for chain in chains[0]]
     moments = [moment for chain in chains[0] for moment in chain.moments]
     assert {moment.thread for moment in moments} == {MAIN, BACKGROUND} and any(moment.alone for moment in moments)
 
 
-def test_the_same_seed_draws_the_same_damage_and_each_kind_of_it_in_the_shortest_campaign():
+def test_the_same_seed_gives_the_same_file_damage_and_the_shortest_campaign_has_every_kind():
     faults = [resuming.draw_damage(Random("seed"), ["single", "ddp"], 1) for _ in range(2)]
     assert faults[0] == faults[1] == [resuming.fault_from(str(fault)) for fault in faults[0]]
     assert {fault.kind for fault in faults[0] if fault.where == resuming.CHECKPOINT} == set(resuming.KINDS)
@@ -63,7 +63,7 @@ def test_the_same_seed_draws_the_same_damage_and_each_kind_of_it_in_the_shortest
     }
 
 
-def test_the_same_seed_draws_the_same_breaks_of_the_code_in_several_folders():
+def test_the_same_seed_gives_the_same_random_code_mutations_in_several_folders():
     first, again = (breaks.draw(Random("seed"), ROOT, 40) for _ in range(2))
     assert first == again
     assert {Path("launch/output"), Path("recipes/rules")} <= {one.file.parent for one in first}
@@ -79,7 +79,7 @@ def f(x):
 """
 
 
-def test_each_break_is_another_program(tmp_path):
+def test_each_code_mutation_gives_a_different_program(tmp_path):
     found = []
     for one in breaks.breaks_of(Path("f.py"), SOURCE):
         (tmp_path / "f.py").write_text(SOURCE, encoding="utf-8")
@@ -113,11 +113,11 @@ def compared(rule: str, without: float, beside: str = ""):
     return compare(Judgement(refused), trained(2.5), CASE, [rule], lambda case, rule: trained(without))
 
 
-def test_a_refusal_is_proven_if_the_run_without_the_setting_has_the_same_loss():
+def test_a_refusal_is_proven_right_if_the_run_without_the_refused_setting_has_the_same_loss():
     assert compared(RULE, 2.5).proven and not compared(RULE, 2.5).disagreement
 
 
-def test_a_refusal_is_a_disagreement_if_the_run_without_the_setting_has_another_loss():
+def test_a_refusal_is_a_disagreement_if_the_run_without_the_refused_setting_has_another_loss():
     assert RULE in compared(RULE, 2.4).disagreement
     assert RULE in compared(RULE, 2.4, beside=AT_ITS_WORD).disagreement
 
@@ -126,7 +126,7 @@ def test_a_refusal_that_no_loss_can_prove_is_counted_as_unproven():
     assert compared(AT_ITS_WORD, 2.4).unproven and not compared(AT_ITS_WORD, 2.4).disagreement
 
 
-def test_a_legal_run_that_fails_is_a_disagreement():
+def test_a_run_that_check_accepts_but_that_fails_is_a_disagreement():
     failed = Outcome(1, "Traceback (most recent call last):\nValueError: no")
     assert compare(Judgement(), failed, CASE, [], lambda case, rule: None).disagreement
 
@@ -149,12 +149,12 @@ def written(folder: Path, moment: Moment) -> tuple[int, list[str]]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sorted(file.name for file in folder.glob("out/*"))
 
 
-def test_a_process_is_killed_just_before_it_opens_the_file_that_was_drawn(tmp_path):
+def test_a_process_is_killed_just_before_it_opens_the_chosen_file(tmp_path):
     assert written(tmp_path, Moment(3)) == (-signal.SIGKILL, ["a"])  # the first is the start itself
     assert (tmp_path / HIT).read_text() == "start"
 
 
-def test_a_kill_that_was_drawn_for_another_rank_does_not_kill_this_one(tmp_path):
+def test_a_kill_chosen_for_rank_1_does_not_kill_rank_0(tmp_path):
     assert written(tmp_path, Moment(3, rank=1)) == (0, ["a", "b", "c"])
     assert not (tmp_path / HIT).exists()
 
@@ -181,13 +181,13 @@ CRASH = "Traceback (most recent call last):\nValueError: no"
         ("data", 0, f"texts.jsonl has changed\n{SILENT}", "losses", resuming.TOLD),
     ],
 )
-def test_each_outcome_of_a_run_on_damaged_files_is_told_apart(where, code, output, differs, kind):
+def test_a_run_on_damaged_files_is_classified_by_exit_code_output_and_differences(where, code, output, differs, kind):
     file = resuming.INPUTS.get(where, "out/checkpoint-5/model.safetensors")
     fault = resuming.Fault("single", where, "removed", 0)
     assert resuming.judge(Outcome(code, output), fault, [Path(file)], lambda: differs)[0] == kind
 
 
-def test_another_optimizer_state_in_the_last_checkpoint_is_a_difference(tmp_path, monkeypatch):
+def test_a_changed_optimizer_state_in_the_last_checkpoint_is_found_as_a_difference(tmp_path, monkeypatch):
     """Beside a finished run, what it left when nobody touched it."""
     import torch
     from safetensors.torch import save_file
@@ -218,7 +218,7 @@ def test_another_optimizer_state_in_the_last_checkpoint_is_a_difference(tmp_path
         ("resuming damage --count 12 --engine single ddp", " 0 lost"),
     ],
 )
-def test_a_short_campaign_finds_nothing(words, ends):
+def test_short_legality_and_resuming_campaigns_find_no_problem(words, ends):
     done = campaign(*words.split(), "--seed", "slow tier")
     assert done.returncode == 0 and ends in done.stdout, done.stdout + done.stderr
 

@@ -214,18 +214,18 @@ def assert_named_and_mended(folder, made, title, says, fix, mend, words="--num_p
 
 
 @pytest.mark.parametrize("name", tiers(ALONE))
-def test_a_fault_of_one_machine_is_named_and_mended(name, tmp_path):
+def test_doctor_names_a_fault_of_one_machine_and_reports_healthy_after_the_fix(name, tmp_path):
     assert_named_and_mended(tmp_path, *ALONE[name])
 
 
 @pytest.mark.parametrize("name", tiers(BETWEEN_NODES))
-def test_a_fault_between_nodes_is_named_and_mended(name, tmp_path):
+def test_doctor_names_a_fault_between_nodes_and_reports_healthy_after_the_fix(name, tmp_path):
     made, says, fix, mend, words = BETWEEN_NODES[name]
     assert_named_and_mended(tmp_path, made, "nodes", says, fix, mend, f"{words} --machine_rank 0")
 
 
 @pytest.mark.parametrize("name", tiers(STRUCK))
-def test_a_rank_that_a_signal_strikes_is_told_apart_by_how_often(name, tmp_path):
+def test_doctor_tells_a_rank_killed_or_hung_once_from_a_rank_killed_every_time(name, tmp_path):
     strike, once, says, fix = STRUCK[name]
     code, checks, text = doctor(tmp_path / "struck", UP, "--num_processes 2", 18, strike, once)
     assert code == 1, text

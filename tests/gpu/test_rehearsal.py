@@ -27,7 +27,7 @@ def figures_of(name: str, work: Path) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny parts", "tiny fast", "tiny loop"])
-def test_a_tiny_case_gives_figures_on_a_cpu(name, tmp_path):
+def test_a_tiny_case_of_the_gpu_measurements_gives_results_on_a_cpu(name, tmp_path):
     assert figures_of(name, tmp_path)
 
 
@@ -47,7 +47,7 @@ PLANNED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
-def test_two_real_steps_take_as_much_memory_as_planned(name, tmp_path):
+def test_planned_memory_of_two_training_steps_is_close_to_the_memory_measured_on_a_cpu(name, tmp_path):
     (planned,) = (case.plan("") for case in all_cases(rehearse=True) if case.plan and case.name == name)
     # gloo may still hold DDP's first bucket: 8 %. BERT, which has dropout, is 15 % low on a CPU.
     off = memory.compared(planned, figures_of(name, tmp_path))["difference"]
@@ -55,7 +55,7 @@ def test_two_real_steps_take_as_much_memory_as_planned(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_plans_for_an_h200_are_close_to_what_it_showed(monkeypatch):
+def test_planned_memory_for_an_h200_is_close_to_the_measured_memory_except_for_moe_models(monkeypatch):
     monkeypatch.setattr("recipes.planner.plan.package_folder", Path)  # liger-kernel was installed there
     (file,) = (ROOT / "tests/gpu/results").glob("*H200.json")
     rows = json.loads(file.read_text())["rows"]
@@ -69,7 +69,7 @@ def test_plans_for_an_h200_are_close_to_what_it_showed(monkeypatch):
 @pytest.mark.parametrize(
     ("status", "words", "left"), [(OK, [], 0), (NOT_RUN, ["--budget", "10"], len(all_cases(rehearse=True)))]
 )
-def test_cases_with_figures_are_skipped_and_those_over_budget_listed(status, words, left, tmp_path):
+def test_gpu_cases_with_results_are_skipped_and_cases_over_budget_are_listed(status, words, left, tmp_path):
     results = Results(tmp_path, all_cases(rehearse=True), rehearse=True)
     for case in results.cases:
         results.add(case.name, {"status": status})
@@ -78,18 +78,18 @@ def test_cases_with_figures_are_skipped_and_those_over_budget_listed(status, wor
 
 
 @pytest.mark.slow
-def test_a_case_over_its_deadline_or_that_fails_says_so(tmp_path):
+def test_a_gpu_case_that_fails_or_exceeds_its_deadline_has_the_status_failed(tmp_path):
     assert measured("tiny loop", tmp_path, rehearse=True, deadline=0.01)["status"] == "failed: over its deadline"
     assert measured("no such case", tmp_path, rehearse=True, deadline=900)["status"].startswith("failed: ")
 
 
-def test_without_a_gpu_the_command_suggests_rehearse_and_exits_with_2(tmp_path):
+def test_python_m_tests_gpu_without_a_gpu_suggests_rehearse_and_exits_with_2(tmp_path):
     done = gpu("--output", tmp_path / "out", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "--rehearse" in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("process", "holds"), [(1113, True), (1114, False)])
-def test_a_plan_differs_by_allocated_and_holds_by_process_memory_with_margin(process, holds):
+def test_a_plan_is_compared_with_allocated_memory_and_holds_if_process_memory_is_within_margin(process, holds):
     planned = {"planned GiB": 950, "planned process GiB": 1050}
     found = memory.compared(planned, {"allocated GiB": 1000, "process GiB": process})
     assert (found["difference"], found["holds"]) == (pytest.approx(-0.05), holds)

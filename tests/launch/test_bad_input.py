@@ -12,7 +12,7 @@ from tests.support.running import ROOT, SCRIPT, launch, launch_quickly, run
 @pytest.mark.parametrize(
     ("flags", "said"), [("--recipe fats", "fats"), ("--model_name_or_path a/b --dataset_name {data}", "has words")]
 )
-def test_a_mistake_is_found_before_torch_is_imported(flags, said, tmp_path):
+def test_a_mistake_in_flags_or_data_columns_is_found_before_torch_is_imported(flags, said, tmp_path):
     words = flags.format(data=jsonl(tmp_path, [{"words": "x"}])).split()
     code = (
         "import sys; from launch.train import main; code = main(sys.argv[1:]); "
@@ -22,18 +22,18 @@ def test_a_mistake_is_found_before_torch_is_imported(flags, said, tmp_path):
     assert done.stdout.splitlines()[-1] == "2 []" and said in done.stderr
 
 
-def test_two_ranks_report_a_mistake_once(tiny_model, tmp_path):
+def test_two_ranks_report_an_unknown_recipe_once(tiny_model, tmp_path):
     outcome = launch("--recipe", "fats", output=tmp_path, processes=2, config="standard.yaml")
     assert outcome.output.count("there is no recipe") == 1, outcome.output
 
 
-def test_two_ranks_report_a_mistake_in_the_data_once(tiny_model, tmp_path):
+def test_two_ranks_report_a_missing_data_column_once(tiny_model, tmp_path):
     flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", jsonl(tmp_path, [{"words": "x"}])]
     outcome = launch_quickly(*flags, output=tmp_path / "out")
     assert outcome.output.count("data.jsonl has words") == 1
 
 
-def test_processes_started_by_srun_alone_are_refused(tmp_path):
+def test_processes_of_srun_without_accelerate_launch_or_torchrun_are_refused(tmp_path):
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
     outcome = run([sys.executable, str(SCRIPT), "--output_dir", str(tmp_path)], tmp_path, environment)
     lines = outcome.output.splitlines()

@@ -29,7 +29,7 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
     assert capsys.readouterr().out.startswith(f"usage: recipes {name}")
 
 
-def test_train_py_lists_every_setting(capsys):
+def test_train_py_help_lists_every_setting(capsys):
     assert train.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert [name for name in legal.settings() if f"--{name}" not in printed] == []
@@ -44,7 +44,7 @@ def test_plan_refuses_a_flag_value_that_is_not_a_number_above_0(words, capsys):
 
 
 @pytest.mark.parametrize("start", ["import accelerate_recipes as a; sys.exit(a.main())", "import launch.__main__"])
-def test_an_interruption_while_recipes_itself_is_imported_is_one_line(start):
+def test_a_keyboard_interrupt_while_launch_cli_is_imported_prints_one_line(start):
     """A module that raises stands for a signal while `launch.cli` is imported."""
     code = f"""
 import sys
@@ -76,7 +76,7 @@ UNUSED = {
 
 
 @pytest.mark.parametrize("words", UNUSED)
-def test_a_command_imports_no_heavy_library_and_no_module_of_another_command(words):
+def test_a_command_imports_no_library_or_module_that_it_does_not_use(words):
     code = (
         "import sys\nfrom launch.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -101,7 +101,7 @@ def test_a_command_whose_stdout_pipe_is_closed_prints_no_error(words, code):
 
 
 @pytest.mark.slow
-def test_a_training_whose_stdout_pipe_is_closed_goes_on_to_its_end(tmp_path):
+def test_a_training_whose_stdout_pipe_is_closed_still_finishes(tmp_path):
     words = "launch train --recipe standard --use_cpu --num_processes 1 --max_steps 2 --output_dir"
     assert end_without_reader("-m", *words.split(), str(tmp_path))[0] == 0
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"

@@ -78,7 +78,7 @@ def our_lines(output: str) -> list[str]:
         for launcher in LAUNCHERS
     ],
 )
-def test_a_mistake_is_printed_whole(name, launcher, flags, tmp_path):
+def test_a_users_mistake_is_printed_under_every_launcher_and_our_launcher_adds_nothing(name, launcher, flags, tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     outcome = run([*LAUNCHERS[launcher], *flags(name)], tmp_path, environment, cwd=tmp_path)
     lines = our_lines(outcome.output)
@@ -91,7 +91,7 @@ def test_a_mistake_is_printed_whole(name, launcher, flags, tmp_path):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_rank_prints_nothing_but_the_mistake(name, flags, capsys):
+def test_a_single_process_prints_nothing_but_the_users_mistake(name, flags, capsys):
     """One rank, in this process: everything is imported already."""
     code, printed = main(flags(name)), capsys.readouterr()
     lines = printed.err.splitlines()

@@ -14,7 +14,7 @@ def mine(tmp_path, monkeypatch):
     tmp_path.joinpath("mine.yaml").write_text(MINE)
 
 
-def test_show_prints_its_values_with_reasons_and_what_it_inherits(capsys):
+def test_show_prints_values_reasons_and_inherited_values_of_a_users_recipe(capsys):
     assert main(["show", "mine.yaml"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith("mine: For our tickets.")
@@ -23,13 +23,13 @@ def test_show_prints_its_values_with_reasons_and_what_it_inherits(capsys):
 
 
 @pytest.mark.parametrize("words", [["mine.yaml", "--diff", "standard"], ["standard", "--diff", "mine.yaml"]])
-def test_its_difference_to_another_recipe_is_what_it_changes(words, capsys):
+def test_show_diff_of_a_users_recipe_and_its_base_lists_only_the_changed_settings(words, capsys):
     assert main(["show", *words]) == 0
     printed = capsys.readouterr().out
     assert "logging_steps" in printed and "save_total_limit" not in printed
 
 
-def test_plan_recommends_an_own_recipe_in_a_command_that_names_its_file(capsys):
+def test_plan_recommends_a_users_recipe_with_a_command_that_names_the_file(capsys):
     assert main(["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml", "--max_length", "128"]) == 0
     (command,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  recipes train "))
     program, action, *flags = command.split()
@@ -37,7 +37,7 @@ def test_plan_recommends_an_own_recipe_in_a_command_that_names_its_file(capsys):
     assert main(["check", *flags]) == 0
 
 
-def test_a_mistake_in_it_ends_every_command_with_exit_code_2(tmp_path, capsys):
+def test_a_mistake_in_a_users_recipe_ends_show_check_plan_and_submit_with_exit_code_2(tmp_path, capsys):
     tmp_path.joinpath("mine.yaml").write_text(MINE.replace("logging_steps", "loging_steps"))
     plan = ["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml"]
     submit = ["submit", "local", "--recipe", "mine.yaml", "--dry_run"]
@@ -47,12 +47,12 @@ def test_a_mistake_in_it_ends_every_command_with_exit_code_2(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("target", [["local"], ["slurm", "--gpus_per_node", "1"]])
-def test_a_local_or_slurm_job_names_the_file_of_an_own_recipe(target, capsys):
+def test_a_local_or_slurm_job_names_the_file_of_a_users_recipe(target, capsys):
     assert main(["submit", *target, "--recipe", "mine.yaml", "--dry_run"]) == 0
     assert "--recipe mine.yaml" in capsys.readouterr().out
 
 
-def test_a_training_records_it_and_its_file(tiny_model, texts, tmp_path):
+def test_run_json_records_a_users_recipe_and_its_file(tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--recipe", "mine.yaml", "--max_steps", "1")
     assert outcome.code == 0, outcome.output
     assert (outcome.record["recipe"], outcome.record["paths"]["recipe"]) == ("mine", str(tmp_path / "mine.yaml"))

@@ -18,7 +18,7 @@ from recipes.errors import Problem
         (duration(125), "125 s"),
     ],
 )
-def test_a_number_has_its_unit_and_three_digits(shown, words):
+def test_numbers_are_printed_with_their_unit(shown, words):
     assert shown == words
 
 

@@ -77,12 +77,12 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("recipe", "hardware", "settings", "expected"), VALUES)
-def test_a_value_follows_the_machine_and_the_other_settings(recipe, hardware, settings, expected):
+def test_recipe_values_follow_the_hardware_and_the_other_settings(recipe, hardware, settings, expected):
     run = run_of(recipe, hardware, **settings)
     assert {name: run[name] for name in expected} == expected
 
 
-def test_fast_in_a_users_own_script_compiles_without_liger():
+def test_the_fast_recipe_in_a_users_own_script_compiles_without_liger():
     script = here(1, hardware=EIGHT_H100, environment={}, trained_by="script")
     run = resolve(place=script, settings={"recipe": "fast"})
     assert (run["torch_compile"], run["use_liger_kernel"]) == (True, False)
@@ -90,7 +90,7 @@ def test_fast_in_a_users_own_script_compiles_without_liger():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("hardware", [CPU, T4, EIGHT_H100], ids=["cpu", "t4", "8xh100"])
-def test_every_chosen_value_has_a_reason(recipe, hardware):
+def test_every_value_that_a_recipe_chooses_has_a_reason(recipe, hardware):
     run = run_of(recipe, hardware)
     assert not [name for name, setting in run.chosen().items() if not setting.reason and name not in run.given]
 
@@ -101,11 +101,11 @@ def test_a_recipe_keeps_two_checkpoints_and_its_engine_is_a_shipped_yaml_for_one
     assert from_yaml(shipped(RECIPES[recipe]().engine)).num_processes == 1
 
 
-def test_memory_zero3_is_memory_with_another_engine():
+def test_the_memory_zero3_recipe_is_the_memory_recipe_with_another_engine():
     base, variant = RECIPES["memory"](), RECIPES["memory_zero3"]()
     assert variant.base == base
     assert set(variant.changes) == {"engine"}
 
 
-def test_sharded_leaves_out_what_only_ddp_reads():
+def test_the_sharded_recipe_sets_no_ddp_settings():
     assert not [name for name in RECIPES["sharded"]().settings if name.startswith("ddp_")]

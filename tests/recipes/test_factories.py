@@ -27,32 +27,32 @@ class LikeTrl(TrainingArguments):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_builds_with_the_installed_transformers(name, tmp_path):
+def test_every_recipe_function_returns_training_arguments_with_a_global_batch_of_16(name, tmp_path):
     args = getattr(recipes, name)(str(tmp_path), num_processes=2)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 2 == 16
 
 
-def test_keywords_override_the_recipe(tmp_path):
+def test_keyword_arguments_of_a_recipe_function_override_its_values(tmp_path):
     assert recipes.fast(str(tmp_path), logging_steps=3).logging_steps == 3
 
 
-def test_a_subclass_gets_the_recipes_values_where_it_has_their_fields(tmp_path):
+def test_args_class_gets_the_recipes_values_of_its_fields_and_keeps_its_own_defaults(tmp_path):
     args = recipes.fast(str(tmp_path), args_class=LikeTrl, loss_type="dft")
     assert isinstance(args, LikeTrl)
     assert (args.packing, args.max_length, args.loss_type) == (True, 777, "dft")
 
 
-def test_fields_of_the_subclass_mean_what_the_subclass_says(tmp_path):
+def test_values_for_fields_of_args_class_are_passed_on_unchanged(tmp_path):
     """TRL packs without padding, and cuts nothing off where `max_length` is None."""
     args = recipes.standard(str(tmp_path), args_class=LikeTrl, packing=True, padding_free=True, max_length=None)
     assert (args.packing, args.padding_free, args.max_length) == (True, True, None)
 
 
-def test_a_factory_call_has_no_max_steps_of_the_demonstration(tmp_path):
+def test_a_recipe_function_does_not_set_the_demonstrations_max_steps(tmp_path):
     assert recipes.fast(str(tmp_path)).max_steps == -1
 
 
-def test_a_lone_process_never_spreads_over_several_gpus(tmp_path, monkeypatch):
+def test_arguments_of_a_single_process_that_sees_two_gpus_have_n_gpu_1(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)  # as in a process that sees two GPUs
     assert recipes.standard(str(tmp_path))._n_gpu == 1
 
@@ -66,7 +66,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("keywords", "said"), REFUSED)
-def test_a_mistake_is_refused(keywords, said, tmp_path):
+def test_a_recipe_function_refuses_wrong_keyword_arguments(keywords, said, tmp_path):
     with pytest.raises(UserError, match=said):
         recipes.standard(str(tmp_path), **keywords)
 
@@ -116,7 +116,7 @@ def test_the_global_batch_is_split_over_the_launched_processes(tmp_path, monkeyp
         ("memory_zero3", ZERO_2, {}, "DeepSpeed ZeRO-2", "memory_zero3.yaml"),
     ],
 )
-def test_a_script_started_without_the_recipes_engine_is_warned_with_the_command(
+def test_a_script_started_without_the_recipes_engine_is_told_the_accelerate_launch_command(
     recipe, variables, settings, instead, file, tmp_path, monkeypatch
 ):
     started_with(monkeypatch, variables)
@@ -136,7 +136,7 @@ def test_a_script_started_without_the_recipes_engine_is_warned_with_the_command(
         ("standard", {}, {}),
     ],
 )
-def test_no_warning_where_the_engine_is_there(recipe, variables, settings, tmp_path, monkeypatch):
+def test_no_script_is_warned_with_the_recipes_engine_or_on_rank_1(recipe, variables, settings, tmp_path, monkeypatch):
     started_with(monkeypatch, variables)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

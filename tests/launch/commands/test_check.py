@@ -7,7 +7,7 @@ FSDP = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()
 RESHARD = "fsdp_reshard_after_forward: true"
 
 
-def test_a_named_gpu_is_judged_on_a_machine_without_one(tmp_path, capsys, monkeypatch):
+def test_recipes_check_takes_the_name_of_a_gpu_on_a_machine_without_gpus(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("recipes.run.hardware._cuda_gpus", lambda: ())
     file = tmp_path / "mine.yaml"
     file.write_text(FSDP.replace(RESHARD, "fsdp_reshard_after_forward: maybe"))

@@ -50,7 +50,7 @@ def of(runs, name) -> dict:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_shown_with_every_setting(name, capsys):
+def test_show_prints_every_setting_of_a_recipe(name, capsys):
     main(["show", name])
     printed = capsys.readouterr().out
     assert all(setting in printed for setting in RECIPES[name]().settings)
@@ -58,14 +58,14 @@ def test_a_recipe_is_shown_with_every_setting(name, capsys):
     assert f"engine {value} recipe {name} {reason}" in re.sub(" +", " ", printed)
 
 
-def test_the_help_of_show_explains_every_field_of_a_run(capsys):
+def test_show_help_lists_every_field_of_run_json(capsys):
     with pytest.raises(SystemExit):
         main(["show", "--help"])
     printed = capsys.readouterr().out
     assert all(f"  {name} " in printed for name in FIELDS)
 
 
-def test_where_prints_the_path_of_every_file(answer):
+def test_where_prints_the_paths_of_train_py_accelerate_yamls_and_azureml_yamls(answer):
     printed = answer("where")[1]
     for name, path in {"train.py": SCRIPT, "fast.yaml": ROOT / "accelerate_configs" / "fast.yaml"}.items():
         assert f"\n{name} {path}" in printed
@@ -75,7 +75,7 @@ def test_where_prints_the_path_of_every_file(answer):
 # --- One run, or two ------------------------------------------------------------------------------
 
 
-def test_a_run_is_shown_with_its_status_results_and_settings(runs, capsys):
+def test_show_prints_status_results_and_settings_of_a_run(runs, capsys):
     for name in ("changed", "changed/run.json"):
         assert main(["show", str(runs / name)]) == 0
         printed = capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_a_run_is_shown_with_its_status_results_and_settings(runs, capsys):
     assert capsys.readouterr().out.startswith("standard, failed: NotANumber")
 
 
-def test_two_runs_differ_in_settings_and_surroundings(runs, tmp_path, answer):
+def test_diff_of_two_runs_lists_settings_versions_and_world_size(runs, tmp_path, answer):
     content = of(runs, "changed")
     versions = {**content["versions"], "torch": "1.0"}
     (tmp_path / "run.json").write_text(json.dumps({**content, "versions": versions, "world_size": 2}))
@@ -101,13 +101,13 @@ def names_in(printed) -> set[str]:
     return {line.split()[0] for line in printed.partition("\nsetting ")[2].splitlines()[1:] if line.strip()}
 
 
-def test_a_run_differs_from_its_recipe_in_what_its_user_wrote(runs, answer):
+def test_diff_of_a_run_and_its_recipe_lists_the_engine_and_the_flags_of_the_run(runs, answer):
     assert names_in(answer("diff", runs / "diverged", "standard")[1]) == {
         *("max_steps", "learning_rate", "max_grad_norm", "max_length", "model_name_or_path", "dataset_name", "engine")
     }
 
 
-def test_diff_of_two_recipes_is_the_diff_of_show(answer):
+def test_diff_of_two_recipes_prints_the_same_as_show_diff(answer):
     assert answer("diff", "fast", "standard") == answer("show", "fast", "--diff", "standard")
     assert "fast: half as many host syncs as standard" in answer("diff", "fast", "standard")[1]
 
@@ -115,7 +115,7 @@ def test_diff_of_two_recipes_is_the_diff_of_show(answer):
 # --- Several --------------------------------------------------------------------------------------
 
 
-def test_compare_has_what_differs_the_results_and_the_failures(runs, answer):
+def test_compare_prints_differing_settings_results_and_failed_runs(runs, answer):
     names = ("plain", "changed", "diverged")
     code, printed = answer("compare", *(runs / name for name in names), "--target", "eval_loss", "0")
     assert code == 1 and "learning_rate 5e-05 0.01 1e+30" in printed
@@ -138,7 +138,7 @@ def test_runs_are_compared_by_the_contents_of_their_data_and_not_by_its_path(run
 
 
 @pytest.mark.parametrize(("times", "marked"), [(1.05, True), (1.12, True), (1.3, False), (0.8, False), (1.0, False)])
-def test_a_step_time_that_noise_can_make_is_marked(times, marked):
+def test_a_slower_step_time_within_the_noise_is_marked(times, marked):
     one, other = ({"step_time": seconds, "step_time_off": 0.1} for seconds in (1.0, times))
     assert noise_can_make("step_time", one, other) is marked
 
@@ -146,7 +146,7 @@ def test_a_step_time_that_noise_can_make_is_marked(times, marked):
 # --- Against a target -----------------------------------------------------------------------------
 
 
-def test_every_target_is_to_be_met_by_one_run(runs, answer):
+def test_compare_requires_one_run_that_meets_every_target(runs, answer):
     losses = {name: of(runs, name)["eval_loss"] for name in ("plain", "changed")}
     better, worse = sorted(losses, key=losses.__getitem__)
     targets = ["--target", "eval_loss", losses[better], "--target", "global_step", "5"]
@@ -165,6 +165,6 @@ def test_every_target_is_to_be_met_by_one_run(runs, answer):
         ("{runs}", "{runs}/changed"),  # a folder of runs names them
     ],
 )
-def test_a_bad_target_or_a_folder_of_runs_is_a_mistake(words, message, runs, capsys):
+def test_compare_refuses_an_invalid_target_or_a_folder_of_runs(words, message, runs, capsys):
     assert main(["compare", str(runs / "plain"), str(runs / "changed"), *words.format(runs=runs).split()]) == 2
     assert "".join(message.format(runs=runs).split()) in "".join(capsys.readouterr().err.split())

@@ -54,7 +54,7 @@ def adapter(tiny_model, texts, tmp_path_factory):
     return folder / "out"
 
 
-def test_the_merged_model_is_adapter_plus_base_in_plain_transformers(adapter, tmp_path, capsys):
+def test_the_merged_model_has_the_logits_of_adapter_plus_base_in_plain_transformers(adapter, tmp_path, capsys):
     merged, base = tmp_path / "merged", adapter.parent / "base"
     code, said = merge(capsys, adapter, "--output", merged)
     assert code == 0 and "logits of 3 inputs differ from adapter plus base by" in said and "at most 0.0001" in said
@@ -65,7 +65,7 @@ def test_the_merged_model_is_adapter_plus_base_in_plain_transformers(adapter, tm
     assert AutoTokenizer.from_pretrained(merged)("abc") == AutoTokenizer.from_pretrained(base)("abc")
 
 
-def test_a_base_in_sixteen_bits_stays_in_them(adapter, tiny_model, tmp_path, capsys):
+def test_merge_with_a_bfloat16_base_model_stays_in_bfloat16(adapter, tiny_model, tmp_path, capsys):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(base)
     code, said = merge(capsys, adapter, "--output", tmp_path / "merged", "--model_name_or_path", base)
@@ -73,7 +73,7 @@ def test_a_base_in_sixteen_bits_stays_in_them(adapter, tiny_model, tmp_path, cap
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
-def test_a_classifier_keeps_its_head_and_its_names(tiny_model, tmp_path, capsys):
+def test_a_merged_classifier_keeps_its_head_and_its_class_names(tiny_model, tmp_path, capsys):
     rows = [{"text": f"number {n}", "label": ("low", "middle", "high")[n % 3]} for n in range(32)]
     file = jsonl(tmp_path, rows)
     assert train_here(tiny_model, file, tmp_path / "out", *LORA, "--task", "sequence_classification").code == 0
@@ -86,7 +86,7 @@ def test_a_classifier_keeps_its_head_and_its_names(tiny_model, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("flags", ["--use_dora", "--use_dora --load_in_4bit"])
-def test_dora_goes_with_its_magnitudes_and_qlora_into_the_whole_weights(flags, tiny_model, texts, tmp_path, capsys):
+def test_dora_and_qdora_adapters_merge_into_the_unquantised_base_weights(flags, tiny_model, texts, tmp_path, capsys):
     assert train_here(tiny_model, texts, tmp_path / "out", *LORA, *flags.split()).code == 0
     code, said = merge(capsys, tmp_path / "out")
     assert (code, "it is merged into the unquantised weights" in said) == (0, "4bit" in flags)
@@ -95,7 +95,7 @@ def test_dora_goes_with_its_magnitudes_and_qlora_into_the_whole_weights(flags, t
     assert not hasattr(merged.config, "quantization_config")
 
 
-def test_a_run_that_was_killed_names_its_newest_checkpoint_which_can_be_merged(adapter, tmp_path, capsys):
+def test_merge_of_a_killed_run_advises_its_newest_checkpoint_and_accepts_a_checkpoint(adapter, tmp_path, capsys):
     for step in (2, 3):
         shutil.copytree(adapter / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     shutil.copy(adapter / "run.json", tmp_path)
@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_names_its_newest_checkpoint_which_can_be_merged(a
 # --- What is not merged ---------------------------------------------------------------------------
 
 
-def test_a_base_that_has_moved_is_named(adapter, tmp_path, capsys):
+def test_merge_names_a_missing_base_model_and_accepts_model_name_or_path_instead(adapter, tmp_path, capsys):
     folder = shutil.copytree(adapter, tmp_path / "out")
     base = str(adapter.parent / "base")
     (folder / "run.json").write_text((folder / "run.json").read_text().replace(base, "/gone/base"))
@@ -115,7 +115,7 @@ def test_a_base_that_has_moved_is_named(adapter, tmp_path, capsys):
     assert merge(capsys, folder, "--model_name_or_path", base)[0] == 0
 
 
-def test_a_run_whose_files_are_not_as_they_were_written_is_named(adapter, tmp_path, capsys):
+def test_merge_notes_a_missing_file_in_the_run_folder(adapter, tmp_path, capsys):
     folder = shutil.copytree(adapter, tmp_path / "out")
     (folder / "tokenizer_config.json").unlink()
     code, said = merge(capsys, folder)
@@ -130,7 +130,7 @@ def test_an_adapter_for_layers_that_the_base_lacks_is_refused(adapter, tiny_mode
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_model_that_is_older_than_its_adapter_says_so_when_it_is_used(adapter, tmp_path, capsys):
+def test_generate_warns_that_a_merged_model_is_older_than_its_adapter(adapter, tmp_path, capsys):
     run = shutil.copytree(adapter, tmp_path / "run")
     assert merge(capsys, run)[0] == 0
     words = ["generate", str(run / "merged"), "a", "--max_new_tokens", "1"]
@@ -152,7 +152,7 @@ def test_merge_refuses_folders_without_adapter_and_outputs_that_exist(adapter, t
     assert f"error output: {output} cannot be written: " in merge(capsys, adapter, "--output", output)[1]
 
 
-def test_a_merged_model_whose_logits_differ_is_not_written(tiny_model, texts, tmp_path, capsys):
+def test_merge_writes_nothing_if_the_merged_logits_differ_from_adapter_plus_base(tiny_model, texts, tmp_path, capsys):
     """LoRA on the input embeddings of a model whose output embeddings are the same weights."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=260, **SMALL, tie_word_embeddings=True)).save_pretrained(tmp_path / "base")

@@ -42,14 +42,14 @@ class LooksAtItsData(LlamaForCausalLM):
         return super().forward(input_ids[:, : input_ids.max().item() + 1], **others)
 
 
-def test_it_says_so_if_a_model_cannot_be_traced(said, monkeypatch):
+def test_plan_recommends_recipes_fit_if_the_model_cannot_be_traced(said, monkeypatch):
     AutoConfig.register(LooksAtItsDataConfig.model_type, LooksAtItsDataConfig)
     AutoModelForCausalLM.register(LooksAtItsDataConfig, LooksAtItsData)
     monkeypatch.setitem(MODELS, "untraceable", LooksAtItsDataConfig(**SHAPE))
     assert "use recipes fit, which measures the memory" in said("untraceable", "--gpu 'A100 80GB' --recipe standard", 2)
 
 
-def test_it_prints_a_row_for_each_recipe_and_the_recommended_one(said):
+def test_plan_prints_the_recommended_recipe_before_a_table_of_the_recipes(said):
     printed = said("llama", "--gpu H100 --num_processes 4")
     assert all(f"\n{name} " in printed for name in RECIPES if name != "baseline")
     answer, command = (
@@ -58,7 +58,7 @@ def test_it_prints_a_row_for_each_recipe_and_the_recommended_one(said):
     assert answer < command < printed.index("\nrecipe ")  # the answer comes before the table
 
 
-def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(said):
+def test_plan_json_holds_the_components_in_bytes_and_details_explain_each_column(said):
     argv = "--gpu L4 --recipe standard --max_length 128"
     plan, printed = json.loads(said("llama", f"{argv} --json")), said("llama", f"{argv} --details")
     (entry,), context = plan["recipes"], plan["context"]
@@ -71,12 +71,12 @@ def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(sa
     assert f"\ncontext: {context['bytes'] / 2**20:.0f} MiB, {context['source']}\n" in printed
 
 
-def test_a_size_names_the_model_whose_shape_it_has(said):
+def test_plan_for_a_model_size_names_the_model_whose_shape_it_uses(said):
     printed = said("0.5B", "--gpu H100 --recipe standard --max_length 64")
     assert "0.5B, 494,032,768 parameters" in printed and "\nthe shape of Qwen/Qwen2.5-0.5B: 24 layers" in printed
 
 
-def test_a_plan_is_for_as_many_processes_as_the_users_own_yaml_says(said, tmp_path):
+def test_plan_takes_num_processes_from_the_users_accelerate_yaml_unless_a_flag_sets_it(said, tmp_path):
     file = tmp_path / "own.yaml"
     shipped = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()
     file.write_text(shipped.replace("num_processes: 1", "num_processes: 4"))
@@ -87,7 +87,7 @@ def test_a_plan_is_for_as_many_processes_as_the_users_own_yaml_says(said, tmp_pa
     assert commands and all(" --num_processes 4 " in command for command in commands)
 
 
-def test_it_prints_what_to_try_if_nothing_fits(said):
+def test_plan_prints_next_steps_if_no_recipe_fits(said):
     argv = "--gpu_memory 1.55 --recipe memory --max_length 128"
     printed, plan = said("large", argv), json.loads(said("large", f"{argv} --json"))
     assert "nothing fits" in printed and "--use_peft true --load_in_4bit true" in printed
@@ -97,7 +97,7 @@ def test_it_prints_what_to_try_if_nothing_fits(said):
     assert enough != ("none of these is enough: use " in printed)
 
 
-def test_plan_says_that_only_ram_is_short_and_for_which_next_step(said):
+def test_plan_says_if_only_host_memory_is_too_small_and_marks_such_next_steps(said):
     printed = said("large", "--gpu_memory 3 --max_length 128 --host_memory 0.5 --recipe memory_zero3")
     assert "only the RAM of each node is too small: " in printed
     argv = "--gpu_memory 2.53 --max_length 128 --host_memory 0.3 --recipe standard --num_processes 8"
@@ -106,7 +106,7 @@ def test_plan_says_that_only_ram_is_short_and_for_which_next_step(said):
     assert re.search(r"^1 .* no \(host\) ", printed, re.MULTILINE)
 
 
-def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tmp_path, capsys, monkeypatch, said):
+def test_plan_for_two_nodes_prints_a_submit_slurm_command_that_works(tiny_model, tmp_path, capsys, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
     plan = json.loads(said(str(tiny_model), "--gpu 'A100 80GB' --recipe standard --num_processes 4 --nodes 2 --json"))
     words = shlex.split(plan["command"])
@@ -128,5 +128,5 @@ def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tm
         ("llama", f"{ONE} --num_processes 2 --nodes 2 --details", "(left out: --bandwidth GB/s adds it)"),
     ],
 )
-def test_it_says_why_a_recipe_is_recommended_and_why_its_time_is_unknown(model, argv, why, said):
+def test_plan_says_why_a_recipe_is_recommended_and_why_its_step_time_is_unknown(model, argv, why, said):
     assert why in said(model, f"{argv} --max_length 128")

@@ -65,7 +65,7 @@ def change(folder: Path, **changes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_is_repeated_bit_by_bit_in_another_environment(processes, place, tmp_path):
+def test_rerun_exact_repeats_losses_and_weights_bit_for_bit_in_another_virtual_environment(processes, place, tmp_path):
     environment, output, now = tmp_path / "environment", place / "out", tmp_path / "now"
     now.mkdir()
     venv.create(environment, symlinks=True)
@@ -88,7 +88,7 @@ def test_a_run_is_repeated_bit_by_bit_in_another_environment(processes, place, t
 # --- What differs ---------------------------------------------------------------------------------
 
 
-def test_the_same_run_here_has_no_difference(place, capsys):
+def test_rerun_exact_of_an_unchanged_run_reports_no_difference(place, capsys):
     code, script, said = dry(capsys, recorded(place / "out"), "--exact")
     assert code == 0 and ": nothing differs here" in said
     assert f"--config {place}/out/run.json" in script and "--output_dir outputs/out-rerun" in script
@@ -109,7 +109,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_a_difference_is_listed_and_refused_by_exact(what, place, capsys, monkeypatch):
+def test_rerun_lists_a_difference_in_versions_hardware_or_data_and_exact_refuses_it(what, place, capsys, monkeypatch):
     monkeypatch.setattr(record, "first_environment", lambda: {"OMP_NUM_THREADS": "3"})
     changes, words = DIFFERENCES[what]
     folder = recorded(place / "out")
@@ -119,14 +119,14 @@ def test_a_difference_is_listed_and_refused_by_exact(what, place, capsys, monkey
     assert dry(capsys, folder, "--exact")[0] == 2
 
 
-def test_a_flag_that_changes_something_is_listed(place, capsys):
+def test_rerun_lists_a_flag_that_changes_a_setting_and_exact_refuses_it(place, capsys):
     folder = recorded(place / "out", "--seed", "7")
     code, script, said = dry(capsys, folder, "--seed", "8")
     assert code == 0 and "seed 7 8 command line" in said and "--seed 8" in script
     assert dry(capsys, folder, "--seed", "8", "--exact")[0] == 2
 
 
-def test_the_same_contents_at_another_path_are_no_difference(place, tmp_path, capsys):
+def test_rerun_reports_no_difference_for_the_same_model_and_data_at_another_path(place, tmp_path, capsys):
     folder = recorded(place / "out")
     moved = {name: tmp_path / f"moved-{name}" for name in ("tiny", "texts.jsonl")}
     for name, path in moved.items():
@@ -136,7 +136,7 @@ def test_the_same_contents_at_another_path_are_no_difference(place, tmp_path, ca
     assert code == 0 and ": nothing differs here" in said and str(moved["tiny"]) in script
 
 
-def test_more_processes_share_the_same_global_batch(place, capsys):
+def test_rerun_with_more_processes_keeps_the_global_batch(place, capsys):
     code, script, said = dry(capsys, recorded(place / "out"), "--num_processes", "2")
     assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script
     assert "world_size 1 2" in said and "gradient_accumulation_steps" not in said
@@ -145,7 +145,7 @@ def test_more_processes_share_the_same_global_batch(place, capsys):
 # --- Where it writes ------------------------------------------------------------------------------
 
 
-def test_the_recorded_runs_own_folder_is_refused(place, capsys):
+def test_rerun_refuses_the_output_dir_of_the_recorded_run(place, capsys):
     code, _, said = dry(capsys, recorded(place / "out"), "--output-dir=../then/out")
     assert code == 2 and "is the folder of the recorded run" in said
 
@@ -153,7 +153,7 @@ def test_the_recorded_runs_own_folder_is_refused(place, capsys):
 # --- Files ----------------------------------------------------------------------------------------
 
 
-def test_a_changed_file_is_a_difference_and_the_recorded_values_are_trained(place, capsys):
+def test_rerun_lists_a_changed_recipe_file_and_keeps_the_recorded_values(place, capsys):
     (place / "mine.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [1, ours]\n")
     folder = recorded(place / "out", "--recipe", "mine.yaml")
     assert "--recipe mine.yaml" in dry(capsys, folder, "--exact")[1]
@@ -163,7 +163,7 @@ def test_a_changed_file_is_a_difference_and_the_recorded_values_are_trained(plac
     assert dry(capsys, folder, "--exact")[0] == 2
 
 
-def test_a_file_that_held_a_secret_is_compared_by_its_hash(place, capsys):
+def test_rerun_compares_a_recipe_file_that_held_a_secret_by_its_hash(place, capsys):
     secret = "hf_" + "a" * 30
     (place / "mine.yaml").write_text(f"base: fast\npurpose: Ours.\nchanges:\n  seed: [1, {secret}]\n")
     folder = recorded(place / "out", "--recipe", "mine.yaml")
@@ -173,7 +173,7 @@ def test_a_file_that_held_a_secret_is_compared_by_its_hash(place, capsys):
     assert code == 2 and "mine.yaml" in said and secret not in said
 
 
-def test_the_recorded_accelerate_yaml_is_used(place, capsys):
+def test_rerun_uses_the_recorded_accelerate_yaml_and_lists_changes_of_the_file(place, capsys):
     file = place / "engine.yaml"
     shutil.copy(ROOT / "accelerate_configs" / "standard.yaml", file)
     folder = recorded(place / "out", yaml=file, launcher=f"accelerate launch --config_file {file}")
@@ -183,14 +183,14 @@ def test_the_recorded_accelerate_yaml_is_used(place, capsys):
     assert code == 0 and f"--config_file {file} " in script and "engine.yaml sha256-" in said
 
 
-def test_a_shipped_yaml_of_another_environment_is_replaced_by_that_of_this_one(place, capsys):
+def test_rerun_replaces_a_shipped_yaml_of_another_environment_by_the_one_installed_here(place, capsys):
     folder = recorded(place / "out")
     then = "/of/another/environment/fast.yaml"
     change(folder, accelerate_config=then, files={then: shipped("fast.yaml").read_text()})
     assert f"--config_file {shipped('fast.yaml')} " in dry(capsys, folder)[1]
 
 
-def test_flags_of_the_launcher_are_named(place, capsys):
+def test_rerun_names_accelerate_launch_flags_that_are_not_repeated(place, capsys):
     launcher = "python -m accelerate.commands.launch --multi_gpu --num_processes 2 --mixed-precision=bf16"
     folder = recorded(place / "out", "--bf16", launcher=launcher, processes=2)
     _, script, said = dry(capsys, folder)
@@ -198,7 +198,7 @@ def test_flags_of_the_launcher_are_named(place, capsys):
     assert "launcher flags that are not repeated: --mixed-precision=bf16;" in said
 
 
-def test_a_model_of_the_hub_is_taken_at_its_commit(place, capsys):
+def test_rerun_loads_a_hub_model_at_the_recorded_commit(place, capsys):
     folder = recorded(place / "out", "--model_name_or_path", "org/name")
     change(folder, model="commit " + "a" * 40)
     assert "--model_revision " + "a" * 40 in dry(capsys, folder)[1]

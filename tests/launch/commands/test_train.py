@@ -33,7 +33,7 @@ def becomes(monkeypatch, tmp_path):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # as the launcher does, which has not come
 
 
-def test_train_launches_one_process_without_gpus_with_the_recipes_yaml_and_the_flags(becomes, tmp_path):
+def test_train_without_gpus_launches_one_process_with_the_recipes_yaml_and_all_flags(becomes, tmp_path):
     words = becomes("--recipe", "fast", "--run_name", "a $b", "--hub_token", "abc")  # nothing of it is stored
     assert words[:4] == [sys.executable, str(LAUNCHER), "--config_file", str(CONFIGS / "fast.yaml")]
     assert words[words.index("--num_processes") + 1] == "1"
@@ -43,7 +43,7 @@ def test_train_launches_one_process_without_gpus_with_the_recipes_yaml_and_the_f
     ]
 
 
-def test_train_launches_another_accelerate_yaml_by_name_or_by_path(becomes, tmp_path):
+def test_accelerate_config_of_recipes_train_takes_a_shipped_name_or_a_path(becomes, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text((CONFIGS / "standard.yaml").read_text().replace("num_processes: 1", "num_processes: 2"))
     own = becomes("--accelerate_config", str(mine))
@@ -52,7 +52,7 @@ def test_train_launches_another_accelerate_yaml_by_name_or_by_path(becomes, tmp_
 
 
 @pytest.mark.slow
-def test_a_recipe_of_ones_own_trains_in_two_processes(tiny_model, texts, tmp_path):
+def test_a_users_recipe_trains_in_two_processes(tiny_model, texts, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("base: fast\npurpose: A test.\nchanges:\n  max_steps: [2, few]\n")
     words = ["train", "--recipe", str(mine), "--num_processes", "2", *model_flags(tiny_model, texts)]
@@ -68,7 +68,7 @@ def test_a_recipe_of_ones_own_trains_in_two_processes(tiny_model, texts, tmp_pat
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("task", ["causal_lm", "sequence_classification"])
-def test_train_py_finds_what_was_prepared(task, tiny_model, tmp_path, capsys, monkeypatch):
+def test_train_py_uses_the_tokens_that_recipes_prepare_has_cached(task, tiny_model, tmp_path, capsys, monkeypatch):
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "some words", "label": "x"}\n{"text": "others", "label": "y"}\n' * 8)
     flags = [*model_flags(tiny_model, file), "--task", task]
@@ -80,7 +80,7 @@ def test_train_py_finds_what_was_prepared(task, tiny_model, tmp_path, capsys, mo
     assert train([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
 
 
-def test_a_cache_that_cannot_be_written_is_named(tiny_model, texts, tmp_path, capsys, monkeypatch):
+def test_recipes_prepare_names_a_token_cache_that_cannot_be_written(tiny_model, texts, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")

@@ -36,19 +36,19 @@ def evaluated(capsys, *words) -> float:
     return float(said.split("eval_loss")[1].split()[0])
 
 
-def test_the_evaluation_of_a_run_has_the_loss_that_the_run_reported(adapter, capsys):
+def test_recipes_evaluate_repeats_the_eval_loss_in_run_json(adapter, capsys):
     recorded = json.loads((adapter / "run.json").read_text())
     assert evaluated(capsys, adapter) == pytest.approx(recorded["eval_loss"], abs=1e-4)
 
 
-def test_an_evaluation_says_that_the_data_have_changed_since_the_run(adapter, texts, tmp_path, capsys):
+def test_recipes_evaluate_says_that_the_data_has_changed_since_the_run(adapter, texts, tmp_path, capsys):
     shutil.copytree(adapter, tmp_path / "run")
     record = json.loads((adapter / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "data": "sha256-of-other-rows"}))
     assert f"{texts} has changed since the run" in answered(capsys, "evaluate", tmp_path / "run")[1]
 
 
-def test_other_data_are_evaluated_whole_unless_a_split_is_named(adapter, texts, tmp_path, capsys):
+def test_recipes_evaluate_uses_all_of_another_dataset_unless_a_test_split_is_given(adapter, texts, tmp_path, capsys):
     half = tmp_path / "half.jsonl"
     half.write_text("".join(texts.read_text().splitlines(keepends=True)[:128]))
     whole = evaluated(capsys, adapter, "--dataset_name", half)
@@ -56,19 +56,19 @@ def test_other_data_are_evaluated_whole_unless_a_split_is_named(adapter, texts, 
     assert whole == pytest.approx(named, abs=1e-4)
 
 
-def test_a_run_on_a_sharded_engine_is_evaluated_in_one_process(tiny_model, texts, tmp_path, capsys):
+def test_recipes_evaluate_evaluates_a_run_of_recipe_memory_in_one_process(tiny_model, texts, tmp_path, capsys):
     assert train_here(tiny_model, texts, tmp_path / "out", *SHORT, "--recipe", "memory").code == 0
     assert 0 < evaluated(capsys, tmp_path / "out", "--dataset_name", texts) < 6
 
 
-def test_without_held_out_data_other_data_are_asked_for(tiny_model, texts, tmp_path, capsys):
+def test_recipes_evaluate_asks_for_dataset_name_if_the_run_has_no_held_out_data(tiny_model, texts, tmp_path, capsys):
     assert train_here(tiny_model, texts, tmp_path / "out", *SHORT).code == 0
     code, said = answered(capsys, "evaluate", tmp_path / "out")
     assert code == 2 and "has no held-out data" in said and "Fix: add --dataset_name" in said
     assert not (tmp_path / "out" / "README.md").exists()  # only an adapter has a card
 
 
-def test_an_adapter_has_a_card_with_base_data_recipe_and_results(adapter, tiny_model, texts):
+def test_the_model_card_of_an_adapter_names_base_model_data_recipe_and_eval_loss(adapter, tiny_model, texts):
     card, record = (adapter / "README.md").read_text(), json.loads((adapter / "run.json").read_text())
     assert f"base_model: {tiny_model}\n" in card and f"the {texts} dataset" in card and "recipe `standard`" in card
     assert f"- Loss: {record['eval_loss']:.4f}" in card and "[More Information Needed]" not in card
@@ -80,7 +80,7 @@ def first_tokens(model, inputs, tokenizer) -> str:
     return tokenizer.decode(made, skip_special_tokens=True).strip()
 
 
-def test_an_adapter_answers_a_message_as_in_plain_peft(adapter, capsys):
+def test_recipes_generate_answers_with_an_adapter_as_plain_peft_does(adapter, capsys):
     tokenizer, model = AutoTokenizer.from_pretrained(adapter), AutoPeftModelForCausalLM.from_pretrained(adapter)
     chat = [{"role": "user", "content": "Example 3 says"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -88,7 +88,7 @@ def test_an_adapter_answers_a_message_as_in_plain_peft(adapter, capsys):
     assert code == 0 and first_tokens(model, inputs, tokenizer) in said
 
 
-def test_without_a_chat_template_a_model_continues_the_text(tiny_model, texts, tmp_path, capsys):
+def test_recipes_generate_continues_the_text_if_the_model_has_no_chat_template(tiny_model, texts, tmp_path, capsys):
     base = shutil.copytree(tiny_model, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
     assert train_here(base, texts, tmp_path / "out", *SHORT).code == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -98,7 +98,7 @@ def test_without_a_chat_template_a_model_continues_the_text(tiny_model, texts, t
     assert code == 0 and first_tokens(model, inputs, tokenizer) in said
 
 
-def test_a_classifier_generates_nothing(tiny_model, tmp_path, capsys):
+def test_recipes_generate_refuses_a_classifier_which_recipes_evaluate_accepts(tiny_model, tmp_path, capsys):
     data = tmp_path / "labels.jsonl"
     data.write_text("".join(json.dumps({"text": f"Example {n}", "label": "bg"[n % 2]}) + "\n" for n in range(32)))
     flags = ["--task", "sequence_classification"]

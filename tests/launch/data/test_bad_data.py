@@ -28,7 +28,7 @@ def test_a_file_with_malformed_content_is_refused_with_a_fix(name, tmp_path, tok
 
 
 @pytest.mark.parametrize("name", ["data.txt", "data.csv", "data.jsonl", "data.json"])
-def test_a_byte_order_mark_is_not_text(name, tmp_path, tokenizer):
+def test_a_byte_order_mark_is_not_read_as_text(name, tmp_path, tokenizer):
     contents = {".txt": "one\n", ".csv": "text\none\n", ".jsonl": '{"text": "one"}\n', ".json": '[{"text": "one"}]'}
     (tmp_path / name).write_text("\ufeff" + contents[(tmp_path / name).suffix])
     data = load_data(run_with(dataset_name=str(tmp_path / name)), tokenizer)
@@ -65,7 +65,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_that_no_model_reads_is_named(name, tmp_path, tokenizer):
+def test_a_malformed_row_is_refused_with_its_row_number_and_a_fix(name, tmp_path, tokenizer):
     row, expected = ROWS[name]
     found = problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer)
     assert found.subject == "dataset_name" and found.what.startswith("row 1: ") and expected in found.what

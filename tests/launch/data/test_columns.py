@@ -46,13 +46,13 @@ def test_a_file_without_a_known_column_is_refused_with_the_columns_that_it_has(n
     )
 
 
-def test_both_columns_of_a_classifier_are_reported_at_once(tmp_path):
+def test_both_missing_columns_of_a_classifier_are_reported_at_once(tmp_path):
     found = problems(tmp_path, "d.csv", [{"review": "good", "stars": 5}], CLASSIFY)
     assert [one.subject for one in found] == ["dataset_text_field", "dataset_label_field"]
 
 
 @pytest.mark.parametrize("flag", ["assistant_only_loss", "completion_only_loss"])
-def test_a_loss_on_answers_is_refused_where_there_are_only_texts(flag, tmp_path):
+def test_assistant_only_loss_and_completion_only_loss_are_refused_for_a_text_column(flag, tmp_path):
     (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], f"--{flag}")
     assert found.subject == flag and "has text, and no" in found.what and found.source == "command line"
 
@@ -69,16 +69,16 @@ LEGAL = [
 
 
 @pytest.mark.parametrize(("rows", "flags"), [case[1:] for case in LEGAL], ids=[case[0] for case in LEGAL])
-def test_what_can_be_read_is_not_refused(rows, flags, tmp_path):
+def test_known_and_renamed_columns_are_accepted(rows, flags, tmp_path):
     assert not problems(tmp_path, "d.jsonl", rows, flags)
 
 
 @pytest.mark.parametrize("text", ["", "[\n {'a': 1}]", '[{"a": 1}]', "\xff\xfe"])
-def test_a_file_that_is_not_json_lines_is_not_refused_before_it_is_loaded(text, tmp_path):
+def test_the_column_check_accepts_a_json_file_that_is_not_json_lines(text, tmp_path):
     (tmp_path / "d.json").write_text(text, encoding="latin-1")
     require_columns(resolved(f"--dataset_name {tmp_path / 'd.json'}"))
 
 
-def test_a_renamed_column_that_is_not_there_is_named(tmp_path):
+def test_dataset_columns_with_an_absent_column_is_refused_with_the_columns_name(tmp_path):
     (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], "--dataset_columns qestion=prompt")
     assert (found.subject, found.source) == ("dataset_columns", "command line") and "'qestion'" in found.what

@@ -9,11 +9,11 @@ pytestmark = pytest.mark.usefixtures("no_network")
 
 
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn 'a  .'\r\n", "naïve 漢字 😀\x00", " a , b . ", ""])
-def test_bytes_come_back_exactly(text, tokenizer):
+def test_the_demonstration_tokenizer_decodes_to_exactly_the_same_text(text, tokenizer):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_a_byte_is_a_token_and_the_tokenizer_survives_saving(tokenizer, tmp_path):
+def test_the_demonstration_tokenizer_maps_bytes_to_tokens_and_reloads_after_saving(tokenizer, tmp_path):
     assert len(tokenizer("é1")["input_ids"]) == 3 and tokenizer.eos_token_id != tokenizer.pad_token_id
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
@@ -21,6 +21,6 @@ def test_a_byte_is_a_token_and_the_tokenizer_survives_saving(tokenizer, tmp_path
     assert (again(text)["input_ids"], again.chat_template) == (tokenizer(text)["input_ids"], tokenizer.chat_template)
 
 
-def test_demonstration_begins_at_the_loss_of_chance():
+def test_the_demonstration_model_begins_at_the_loss_of_random_guessing():
     """ln(260) is 5.56: a start far above it wastes the first steps."""
     assert loss_of(load(run_with(max_length=256))).item() == pytest.approx(5.56, abs=0.6)

@@ -116,7 +116,7 @@ CHATS = {
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, tmp_path):
+def test_chats_use_the_chat_template_and_assistant_only_loss_masks_all_but_the_assistant(name, tmp_path):
     row, whole, spoken = CHATS[name]
     tokenizer = chatting("{# ipython #}" + TOOLS)
     for assistant_only, wanted in ((False, whole), (True, spoken)):
@@ -152,7 +152,7 @@ def test_a_chat_may_begin_with_the_assistant(tmp_path):
     assert learned(demo_tokenizer(), load_data(run, chatting(UNMARKED)).train[0]) == SPOKEN
 
 
-def test_chats_need_a_chat_template_that_writes_their_calls(tmp_path):
+def test_chats_are_refused_if_the_chat_template_is_missing_or_leaves_out_tool_calls(tmp_path):
     """Without, it would train on an empty message, as with Phi-3's and Qwen2.5-VL's templates."""
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CALLS}]))
     assert "has no chat template" in problem(run, chatting(None)).what
@@ -174,7 +174,7 @@ MUTED = {
 @pytest.mark.parametrize("name", MUTED)
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("kind", ["conversations", "completion"])
-def test_an_answer_that_is_empty_or_has_weight_0_is_read_and_not_learned(name, template, kind, tmp_path):
+def test_an_assistant_message_that_is_empty_or_has_weight_0_is_masked_in_the_labels(name, template, kind, tmp_path):
     tokenizer, chat = chatting(template), [CHAT[0], MUTED[name], *CHAT[2:]]
     row = {"conversations": chat} if kind == "conversations" else {"prompt": chat[:1], "completion": chat[1:]}
     file = jsonl(tmp_path, [row])
@@ -186,13 +186,13 @@ def test_an_answer_that_is_empty_or_has_weight_0_is_read_and_not_learned(name, t
     assert learned(tokenizer, load_data(run, tokenizer).train[0]) == "See you<|im_end|>"
 
 
-def test_a_user_message_with_weight_0_is_not_learned(tmp_path, tokenizer):
+def test_a_user_message_with_weight_0_is_masked_in_the_labels(tmp_path, tokenizer):
     chat = [{**message, "weight": number % 2} for number, message in enumerate(CHAT)]
     data = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}])), tokenizer)
     assert learned(tokenizer, data.train[0]) == "Hi!<|im_end|>\nSee you<|im_end|>\n"
 
 
-def test_weight_0_masks_an_answer_also_if_the_template_writes_the_last_one_differently(tmp_path):
+def test_weight_0_masks_an_answer_even_if_the_template_writes_the_last_answer_differently(tmp_path):
     chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
     (row,) = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}])), chatting(THINKING)).train
     wanted = f"{TO_ANSWER}Bye<|im_end|>\n<|im_start|>assistant\n<think></think>{LAST}"
@@ -262,14 +262,14 @@ LEARNED = {
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_input_ids_and_labels_of_texts_completions_alpaca_rows_and_token_ids(name, tmp_path):
+def test_texts_completions_alpaca_rows_and_token_ids_become_input_ids_and_labels(name, tmp_path):
     row, chosen, whole, wanted = LEARNED[name]
     tokenizer = chatting(None if "model_name_or_path" in chosen else CHAT_TEMPLATE)
     (ready,) = load_data(run_with(dataset_name=jsonl(tmp_path, [row]), **chosen), tokenizer).train
     assert (tokenizer.decode(ready["input_ids"]), learned(tokenizer, ready)) == (whole, wanted)
 
 
-def test_columns_tools_and_system_beside_a_prompt_or_an_instruction_are_read(tmp_path):
+def test_the_tools_and_system_columns_of_prompt_and_instruction_rows_are_read(tmp_path):
     rows = [
         {"prompt": CALLS[:1], "completion": CALLS[1:], "tools": [TOOL]},
         {"prompt": CHAT[:1], "completion": CHAT[1:2], "system": "Be brief."},
@@ -283,7 +283,7 @@ def test_columns_tools_and_system_beside_a_prompt_or_an_instruction_are_read(tmp
     assert learned(tokenizer, row) == WHOLE_CALL[WHOLE_CALL.index(CALLED) :]
 
 
-def test_data_whose_prompts_all_fill_max_length_is_refused(tmp_path, tokenizer):
+def test_data_is_refused_if_every_prompt_fills_max_length(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, [{"prompt": "too long", "completion": "x"}]), max_length=8)
     assert "all labels are masked" in problem(run, tokenizer).what
 
@@ -305,7 +305,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_each_row_is_read_in_its_own_format(suffix, tmp_path):
+def test_each_row_of_a_file_with_several_formats_is_read_in_its_own_format(suffix, tmp_path):
     """As if it were alone, whatever stands beside it."""
     rows, wanted = zip(*MIXED, strict=True)
     file = jsonl(tmp_path, rows)
@@ -317,7 +317,7 @@ def test_each_row_is_read_in_its_own_format(suffix, tmp_path):
     assert [learned(demo_tokenizer(), row) for row in data.train] == [text for text in wanted if text]
 
 
-def test_a_column_that_the_user_names_wins_over_chats(tmp_path, tokenizer):
+def test_an_explicit_dataset_text_field_wins_over_a_messages_column(tmp_path, tokenizer):
     file = jsonl(tmp_path, [{"messages": CHAT, "body": "both"}, {"messages": CHAT, "body": None}])
     data = load_data(run_with(dataset_name=file, dataset_text_field="body"), tokenizer)
     assert decoded(tokenizer, data.train)[0] == "both<|endoftext|>" and "See you" in decoded(tokenizer, data.train)[1]

@@ -44,7 +44,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_labels_decide_the_kind_of_classification(name, tmp_path, tokenizer):
+def test_the_label_column_decides_the_problem_type_and_the_classes(name, tmp_path, tokenizer):
     labels, wanted, kind, names, batch = TARGETS[name]
     data = load_data(labelled(tmp_path, labels, problem_type=wanted), tokenizer)
     assert (data.problem_type, data.labels, batch_of(data)) == (kind, names, batch)
@@ -53,7 +53,7 @@ def test_labels_decide_the_kind_of_classification(name, tmp_path, tokenizer):
     assert [*shown_examples(data, tokenizer, 1)] == [f"text 0 -> {labels[0]}"]
 
 
-def test_columns_are_renamed_for_a_classifier_too(tmp_path, tokenizer):
+def test_dataset_columns_renames_the_columns_of_a_classifier(tmp_path, tokenizer):
     path = jsonl(tmp_path, [{"review": f"text {label}", "sentiment": label} for label in "ab"])
     renamed = {"dataset_columns": ["review=text", "sentiment=label"], "task": "sequence_classification"}
     assert load_data(run_with(dataset_name=path, **renamed), tokenizer).labels == ["a", "b"]
@@ -75,7 +75,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_labels_that_cannot_be_learned_are_refused_with_a_fix(name, tmp_path, tokenizer):
+def test_invalid_classification_labels_are_refused_with_a_fix(name, tmp_path, tokenizer):
     labels, wanted, subject, what = WRONG[name]
     found = problem(labelled(tmp_path, labels, problem_type=wanted), tokenizer)
     assert found.subject == subject and what in found.what and found.fix
@@ -93,13 +93,13 @@ def test_an_evaluation_split_with_unknown_or_missing_labels_is_refused(labels, w
     assert (found.subject, found.what) == ("dataset_test_split", what)
 
 
-def test_an_evaluation_may_lack_a_class(tmp_path, tokenizer):
+def test_an_evaluation_split_may_lack_a_class(tmp_path, tokenizer):
     data = load_data(labelled(tmp_path, ["a", "b", "b"], **SPLITS), tokenizer)
     assert [row["labels"] for row in data.eval] == [1]
 
 
 @pytest.mark.parametrize("kind", [ClassLabel, List])
-def test_class_names_come_with_the_data(kind, tmp_path, tokenizer):
+def test_class_names_are_taken_from_a_class_label_feature(kind, tmp_path, tokenizer):
     named = ClassLabel(names=["x", "y", "z"])
     feature, labels = (named, [1, 0]) if kind is ClassLabel else (List(named), [[0, 1], [2, 0]])
     rows = Dataset.from_dict(
@@ -111,7 +111,7 @@ def test_class_names_come_with_the_data(kind, tmp_path, tokenizer):
     assert batch_of(data) == ([1, 0] if kind is ClassLabel else [[1, 1, 0], [1, 0, 1]])
 
 
-def test_a_missing_label_column_or_missing_data_is_refused(tmp_path, tokenizer):
+def test_a_classifier_without_a_label_column_or_without_a_dataset_is_refused(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), task="sequence_classification")
     assert problem(run, tokenizer).what.startswith("there is no column 'label'; ")
     with pytest.raises(UserError, match="classification needs labelled texts"):
@@ -141,7 +141,7 @@ def test_a_problem_type_found_in_the_labels_has_data_as_its_source(tmp_path):
     assert (run["problem_type"], run.setting("problem_type").source, advice) == (REGRESSION, "data", [])
 
 
-def test_settings_are_judged_again_once_the_labels_are_known(tmp_path):
+def test_settings_are_checked_again_once_the_labels_give_the_problem_type(tmp_path):
     wrong = labelled(tmp_path, [0.5], eval_strategy="steps", metric_for_best_model="f1_macro")
     with pytest.raises(UserError, match="f1_macro is not reported"):
         recognised(wrong, REGRESSION)
@@ -149,7 +149,7 @@ def test_settings_are_judged_again_once_the_labels_are_known(tmp_path):
     assert [found.subject for found in advice] == ["label_smoothing_factor"]
 
 
-def test_decimals_of_a_database_are_numbers(tmp_path, tokenizer):
+def test_decimal_labels_in_parquet_are_read_as_regression_numbers(tmp_path, tokenizer):
     rows = pa.table({"text": ["one", "two"], "label": pa.array([Decimal("0.5"), Decimal("2.0")])})
     parquet.write_table(rows, tmp_path / "rows.parquet")
     run = run_with(dataset_name=str(tmp_path / "rows.parquet"), task="sequence_classification")

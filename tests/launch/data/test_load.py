@@ -13,21 +13,21 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 # --- The demonstration ---------------------------------------------------------------------------
 
 
-def test_demonstration_holds_texts_out_for_evaluation(tokenizer, monkeypatch):
+def test_the_demonstration_holds_out_texts_for_evaluation(tokenizer, monkeypatch):
     monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: [f"text {n}\n" for n in range(40)])
     data = load_data(run_with(eval_strategy="steps", packing=False), tokenizer)
     assert len(data.train) == 38
     assert decoded(tokenizer, data.eval) == ["text 19\n<|endoftext|>", "text 39\n<|endoftext|>"]
 
 
-def test_description_says_what_is_trained_on_and_what_is_not_seen(tokenizer, monkeypatch):
+def test_the_data_description_counts_sequences_and_tokens_left_over(tokenizer, monkeypatch):
     monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["x" * 2599])
     data = load_data(run_with(packing=True, packing_strategy="wrapped", max_length=256), tokenizer)
     assert data.description == "stdlib source, 10 sequences of 256 tokens, 40 tokens left over"
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "sequence_classification"])
-def test_description_counts_what_is_evaluated(task, tmp_path, tokenizer):
+def test_the_data_description_counts_evaluation_examples_and_rows_left_out(task, tmp_path, tokenizer):
     rows = [{"text": text, "label": number % 2} for number, text in enumerate(("a", "b", "c", "", "d"))]
     splits = {"dataset_train_split": "train[:2]", "dataset_test_split": "train[2:]", "eval_strategy": "steps"}
     data = load_data(run_with(dataset_name=jsonl(tmp_path, rows), task=task, **splits), tokenizer)
@@ -38,7 +38,7 @@ def test_description_counts_what_is_evaluated(task, tmp_path, tokenizer):
 # --- Batches -------------------------------------------------------------------------------------
 
 
-def test_padding_goes_to_a_multiple_of_8_and_is_not_learned():
+def test_batches_are_padded_to_a_multiple_of_8_with_masked_labels():
     batch = Pad(9, 64)([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1] * 9, "labels": [1] * 9}])
     assert batch["labels"][0].tolist() == [1, 2] + [IGNORED] * 14
     assert batch["attention_mask"][0].tolist() == [1, 1] + [0] * 14

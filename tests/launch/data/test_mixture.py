@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
 
 
-def test_each_part_may_have_a_format_of_its_own(tmp_path, tokenizer):
+def test_each_dataset_of_a_mixture_may_have_its_own_format(tmp_path, tokenizer):
     names = [jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"), jsonl(tmp_path, texts("plain"), "texts.jsonl")]
     questions = jsonl(tmp_path, [{"q": "3+3=", "a": "6", "prompt": "unused"}], "questions.jsonl")
     entries = [*names, {"name": questions, "columns": {"q": "prompt", "a": "completion"}}]
@@ -25,7 +25,7 @@ def test_each_part_may_have_a_format_of_its_own(tmp_path, tokenizer):
     ]
 
 
-def test_an_epoch_has_every_example_in_the_ratio_of_the_weights(tmp_path, tokenizer):
+def test_an_epoch_of_a_mixture_has_every_example_and_follows_the_weights(tmp_path, tokenizer):
     sizes, weights = (800, 200, 7), (5, 3, 2)
     parts = [jsonl(tmp_path, texts(*(f"{size}.{n}" for n in range(size))), f"{size}.jsonl") for size in sizes]
     entries = [{"name": name, "weight": weight} for name, weight in zip(parts, weights, strict=True)]
@@ -36,7 +36,7 @@ def test_an_epoch_has_every_example_in_the_ratio_of_the_weights(tmp_path, tokeni
     assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
 
 
-def test_each_part_has_its_own_split_and_parts_with_a_test_split_are_evaluated_on(tmp_path, tokenizer):
+def test_a_mixture_trains_on_each_datasets_split_and_evaluates_on_those_with_a_test_split(tmp_path, tokenizer):
     for name in ("train", "validation"):
         (tmp_path / "folder").mkdir(exist_ok=True)
         jsonl(tmp_path / "folder", texts(name), f"{name}.jsonl")
@@ -49,7 +49,7 @@ def test_each_part_has_its_own_split_and_parts_with_a_test_split_are_evaluated_o
     assert "nothing to evaluate on" in problem(run, tokenizer).what
 
 
-def test_files_of_a_pattern_are_one_source(tmp_path, tokenizer):
+def test_files_that_match_a_glob_pattern_are_one_dataset(tmp_path, tokenizer):
     for name in ("b", "a"):
         jsonl(tmp_path, texts(name), f"{name}.jsonl")
     data = load_data(run_with(dataset_name=str(tmp_path / "*.jsonl")), tokenizer)
@@ -64,7 +64,7 @@ def test_a_damaged_compressed_file_is_refused(streaming, tmp_path, tokenizer):
     assert "cannot be read" in problem(run, tokenizer).what
 
 
-def test_a_mistake_in_one_part_of_a_mixture_names_that_part(tmp_path, tokenizer):
+def test_a_mistake_in_one_dataset_of_a_mixture_names_that_dataset(tmp_path, tokenizer):
     silent = [{"messages": [{"role": "user"}]}]
     names = [jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"), jsonl(tmp_path, silent, "silent.jsonl")]
     found = problem(run_with(dataset_name=names), tokenizer)

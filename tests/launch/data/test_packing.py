@@ -52,7 +52,7 @@ def examples(rows):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 60), max_size=200), st.integers(1, 40))
-def test_each_example_has_one_place_and_it_is_the_best_fit(lengths, limit):
+def test_packing_puts_each_example_once_into_the_best_fitting_row(lengths, limit):
     """As if each were placed on its own, the longest first, where it leaves the least space."""
     order, starts = best_fit(np.array(lengths, np.int64), limit)
     assert sorted(order) == [number for number, length in enumerate(lengths) if length]
@@ -72,7 +72,7 @@ def test_each_example_has_one_place_and_it_is_the_best_fit(lengths, limit):
 
 @settings(max_examples=50, deadline=None)
 @given(documents, st.integers(4, 50))
-def test_a_row_holds_whole_examples_and_padding_and_no_first_token_is_learned(rows, length):
+def test_a_packed_row_holds_whole_examples_and_padding_and_masks_each_first_token(rows, length):
     found = []
     for row in Packs(examples(rows), length, padding=259):
         assert {len(column) for column in row.values()} == {length}
@@ -88,7 +88,7 @@ def test_a_row_holds_whole_examples_and_padding_and_no_first_token_is_learned(ro
 
 @settings(max_examples=50, deadline=None)
 @given(documents, st.integers(4, 50), st.integers(1, 4))
-def test_padding_is_not_counted(rows, length, micro):
+def test_padding_of_packed_rows_is_not_counted_as_tokens(rows, length, micro):
     packs = Packs(examples(rows), length, padding=259)
     batch = Stack()([packs[number] for number in range(min(micro, len(packs)))])
     assert tokens_of(batch) == (batch["input_ids"] != 259).sum()
@@ -118,7 +118,7 @@ def batch_of(rows, length=16):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_and_gradients_are_those_of_the_examples_alone(name, attention):
+def test_packed_rows_have_the_losses_and_gradients_of_their_examples_alone(name, attention):
     batch, count = batch_of(ROWS), sum(len(row) - 1 for row in ROWS)
     together, alone = model_of(name, attention), model_of(name, attention)
     loss = together(**batch, num_items_in_batch=count).loss
@@ -136,7 +136,7 @@ def as_batch(row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral with a window"])
-def test_one_example_changes_no_other_with_flex_attention(name):
+def test_changing_one_packed_example_changes_no_other_with_flex_attention(name):
     model, batch = model_of(name, "flex_attention").eval(), batch_of(ROWS)
     changed = batch["input_ids"].clone()
     changed[0, : len(ROWS[0])] += 100  # the longest example, at the beginning of the first row
@@ -149,7 +149,7 @@ def test_one_example_changes_no_other_with_flex_attention(name):
     assert not torch.allclose(before[~same], after[~same], atol=1e-3)
 
 
-def test_flash_attention_is_told_where_examples_begin():
+def test_cu_seq_lens_for_flash_attention_mark_where_packed_examples_begin():
     packs = Packs(examples(ROWS), 16)
     batch = Stack(flash=True)([packs[0], packs[1]])
     starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
@@ -161,7 +161,7 @@ def test_flash_attention_is_told_where_examples_begin():
 # --- Trained -------------------------------------------------------------------------------------
 
 
-def test_a_training_has_the_loss_of_its_examples_one_by_one(tiny_model, texts, tmp_path):
+def test_a_packed_training_step_has_the_loss_of_its_examples_one_by_one(tiny_model, texts, tmp_path):
     flags = "--packing --max_steps 1 --logging_steps 1 --global_batch_size 4 --per_device_train_batch_size 2"
     in_order = "--train_sampling_strategy sequential --save_strategy no"
     trained = train_here(tiny_model, texts, tmp_path, *f"{flags} {in_order}".split())
@@ -180,7 +180,7 @@ def test_a_training_has_the_loss_of_its_examples_one_by_one(tiny_model, texts, t
 
 @settings(max_examples=25, deadline=None)
 @given(documents, st.integers(2, 50))
-def test_joining_keeps_every_token_in_order(rows, length):
+def test_wrapped_packing_keeps_the_tokens_in_order_and_drops_the_incomplete_last_row(rows, length):
     stream = [token for row in rows for token in row]
     blocks = Joined(examples(rows), length)
     found = [token for number in range(len(blocks)) for token in blocks[number]["input_ids"].tolist()]
@@ -192,18 +192,18 @@ def joining(tmp_path, rows, length=1024):
     return run_with(dataset_name=name, packing=True, packing_strategy="wrapped", max_length=length)
 
 
-def test_joined_texts_have_eos_between_and_no_mask(tmp_path, tokenizer):
+def test_wrapped_packing_puts_eos_between_texts_and_needs_no_attention_mask(tmp_path, tokenizer):
     data = load_data(joining(tmp_path, texts("abc", "def"), 8), tokenizer)
     assert decoded(tokenizer, data.train) == ["abc<|endoftext|>def<|endoftext|>"]
     assert set(data.collator([data.train[0]])) == {"input_ids", "labels"}
 
 
-def test_too_few_tokens_to_join_says_how_many_there_are(tmp_path, tokenizer):
+def test_wrapped_packing_of_too_few_tokens_is_refused_with_the_token_count(tmp_path, tokenizer):
     found = problem(joining(tmp_path, texts("abc")), tokenizer)
     assert "has 4 tokens" in found.what and "--max_length 4" in found.fix
 
 
-def test_prompts_with_completions_are_not_joined(tmp_path, tokenizer):
+def test_wrapped_packing_is_refused_for_prompts_with_completions(tmp_path, tokenizer):
     """A row could hold that part alone: its loss would be nan."""
     run = joining(tmp_path, [{"prompt": "p" * 20, "completion": "abc"}], 8)
     assert problem(run, tokenizer).subject == "packing_strategy"

@@ -13,13 +13,13 @@ def chats(tmp_path):
     return jsonl(tmp_path, [{"messages": turns}] * 8)
 
 
-def test_the_banner_marks_what_is_learned_of_the_first_example(tiny_model, chats, tmp_path):
+def test_the_banner_marks_which_text_of_the_first_example_counts_for_the_loss(tiny_model, chats, tmp_path):
     done = train_here(tiny_model, chats, tmp_path / "out", "--assistant_only_loss", "--max_steps", "1")
     (line,) = (line for line in done.output.splitlines() if line.startswith("example"))
     assert "Where is it?" in line.partition("«")[0] and "Under Orders." in line.partition("«")[2].partition("»")[0]
 
 
-def test_packed_examples_are_shown_one_by_one(tiny_model, chats, tmp_path, capsys):
+def test_prepare_show_prints_packed_examples_one_by_one(tiny_model, chats, tmp_path, capsys):
     flags = f"--model_name_or_path {tiny_model} --dataset_name {chats} --packing --max_length 128 --show 2"
     assert main(["prepare", *flags.split()]) == 0
     assert capsys.readouterr().out.count("«") == 2

@@ -25,13 +25,13 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_of_file_is_read(name, tmp_path, tokenizer):
+def test_json_csv_parquet_text_and_gzip_files_are_read(name, tmp_path, tokenizer):
     WRITERS[name](Dataset.from_list(texts("one", "two")), tmp_path / name)
     data = load_data(run_with(dataset_name=str(tmp_path / name)), tokenizer)
     assert decoded(tokenizer, data.train) == ["one<|endoftext|>", "two<|endoftext|>"]
 
 
-def test_a_folder_of_saved_splits_is_read(tmp_path, tokenizer):
+def test_a_dataset_dict_saved_with_save_to_disk_is_read(tmp_path, tokenizer):
     splits = DatasetDict(train=Dataset.from_list(texts("one")), validation=Dataset.from_list(texts("two")))
     splits.save_to_disk(tmp_path / "saved")
     data = load_data(run_with(dataset_name=str(tmp_path / "saved"), eval_strategy="steps"), tokenizer)
@@ -39,7 +39,7 @@ def test_a_folder_of_saved_splits_is_read(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_folder_of_parts_is_read_whole(suffix, tmp_path, tokenizer):
+def test_all_files_of_a_folder_and_its_subfolders_are_read_as_one_dataset(suffix, tmp_path, tokenizer):
     """As a job finds a folder that is mounted for it, here one that Spark has written."""
     folder = tmp_path / "INPUT_data"
     (folder / "year=2025").mkdir(parents=True)
@@ -62,7 +62,7 @@ def test_train_and_test_split_may_be_slices_of_one_file(tmp_path, tokenizer):
     assert (len(data.train), decoded(tokenizer, data.eval)) == (8, ["i<|endoftext|>", "j<|endoftext|>"])
 
 
-def test_no_evaluation_split_is_read_without_evaluation(tmp_path, tokenizer):
+def test_dataset_test_split_is_not_read_without_eval_strategy(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_test_split="nowhere")
     assert load_data(run, tokenizer).eval is None
 
@@ -70,17 +70,17 @@ def test_no_evaluation_split_is_read_without_evaluation(tmp_path, tokenizer):
 # --- What cannot be found ------------------------------------------------------------------------
 
 
-def test_an_empty_folder_cannot_be_read(tmp_path, tokenizer):
+def test_an_empty_data_folder_is_refused(tmp_path, tokenizer):
     (tmp_path / "empty").mkdir()
     assert "cannot be read" in str(problem(run_with(dataset_name=str(tmp_path / "empty")), tokenizer))
 
 
-def test_hub_out_of_reach_says_that_it_is_not_a_local_file_either(tokenizer):
+def test_a_dataset_name_that_is_neither_local_nor_reachable_on_the_hub_is_refused(tokenizer):
     found = problem(run_with(dataset_name="somebody/something"), tokenizer)
     assert found.what.startswith("'somebody/something' is neither a local file or folder nor a data set")
 
 
-def test_unknown_split_lists_those_there_are(tmp_path, tokenizer):
+def test_an_unknown_split_is_refused_with_the_splits_of_the_data(tmp_path, tokenizer):
     jsonl(tmp_path, texts("a", "b"))
     run = run_with(dataset_name=str(tmp_path), dataset_train_split="learn")
     assert "the data has train" in problem(run, tokenizer).what
@@ -93,6 +93,6 @@ def test_a_malformed_or_empty_slice_is_refused_as_a_mistake_in_the_split(wanted,
     assert (found.what == f"the split '{wanted}' is empty") == (wanted[-1] == "]" and "%" not in wanted)
 
 
-def test_nothing_to_evaluate_on_shows_how_to_split(tmp_path, tokenizer):
+def test_an_evaluation_without_a_test_split_is_refused_with_example_split_flags(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), eval_strategy="steps")
     assert "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'" in problem(run, tokenizer).fix

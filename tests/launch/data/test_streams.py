@@ -43,7 +43,7 @@ def first(stream, count):
 
 
 @pytest.mark.parametrize("readers", [1, 3, 8])
-def test_a_round_has_each_row_once_for_any_number_of_readers(readers, folder, tokenizer):
+def test_one_epoch_of_a_stream_has_each_row_once_over_any_number_of_ranks(readers, folder, tokenizer):
     seen = []
     for reader in range(readers):
         own = iter(replace(stream(folder, tokenizer), rank=reader, ranks=readers))
@@ -51,7 +51,7 @@ def test_a_round_has_each_row_once_for_any_number_of_readers(readers, folder, to
     assert sorted(seen) == sorted(f"{number}.{row}" for number in range(4) for row in range(30 + number))
 
 
-def test_every_round_and_every_seed_has_another_order(folder, tokenizer):
+def test_each_epoch_and_each_seed_of_a_stream_has_another_order(folder, tokenizer):
     one = rows_of(first(stream(folder, tokenizer), 252), tokenizer)
     other = rows_of(first(stream(folder, tokenizer, seed=1), 126), tokenizer)
     assert sorted(one[:126]) == sorted(one[126:]) == sorted(other)
@@ -59,12 +59,12 @@ def test_every_round_and_every_seed_has_another_order(folder, tokenizer):
     assert one == rows_of(first(stream(folder, tokenizer), 252), tokenizer)
 
 
-def test_sequential_is_the_order_of_the_files(folder, tokenizer):
+def test_sequential_sampling_of_a_stream_follows_the_order_of_the_files(folder, tokenizer):
     found = rows_of(first(stream(folder, tokenizer, train_sampling_strategy="sequential"), 40), tokenizer)
     assert found == [f"0.{row}" for row in range(30)] + [f"1.{row}" for row in range(10)]
 
 
-def test_rows_are_shuffled_among_those_of_a_window_only(tmp_path, tokenizer):
+def test_a_stream_shuffles_rows_only_within_windows_of_consecutive_rows(tmp_path, tokenizer):
     rows = texts(*(str(row) for row in range(WINDOW + 500)))
     found = rows_of(first(stream(jsonl(tmp_path, rows), tokenizer), WINDOW), tokenizer)
     assert sorted(found, key=int) == [str(row) for row in range(WINDOW)] != found
@@ -84,7 +84,7 @@ def test_rows_are_shuffled_among_those_of_a_window_only(tmp_path, tokenizer):
     ids=str,
 )
 @pytest.mark.parametrize("readers", [1, 3, 8])
-def test_it_goes_on_after_any_example(settings, readers, folder, tokenizer):
+def test_a_stream_resumes_exactly_after_any_example(settings, readers, folder, tokenizer):
     whole = replace(stream(folder, tokenizer, **settings), rank=readers - 1, ranks=readers)
     examples = first(whole, 40)
     for stop, example in list(enumerate(examples[:-1], start=1))[::3]:
@@ -124,7 +124,7 @@ def mixture(parts, tokenizer, **chosen) -> Stream:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_parts_of_a_mixture_have_the_shares_of_their_weights(ranks, parts, tokenizer):
+def test_the_datasets_of_a_streamed_mixture_appear_in_proportion_to_their_weights(ranks, parts, tokenizer):
     found, part_of = [], {"A": 2, "B": 1, "<": 3}
     for rank in range(ranks):
         own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 7_000 // ranks)
@@ -135,7 +135,7 @@ def test_the_parts_of_a_mixture_have_the_shares_of_their_weights(ranks, parts, t
 
 @pytest.mark.parametrize("settings", [{}, {"packing": True}], ids=str)
 @pytest.mark.parametrize(("reader", "readers"), [(0, 1), (5, 6)])
-def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, tokenizer):
+def test_a_streamed_mixture_resumes_exactly_after_any_example(settings, reader, readers, parts, tokenizer):
     whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
     stops = (1, 40, 60, 80, 110) if settings else (1, 7, 300, 999, 1_000, 1_001, 1_400)  # in two windows
     examples = first(whole, stops[-1] + 5)
@@ -144,7 +144,7 @@ def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, t
         assert list(map(_plain, first(goes_on, 5))) == list(map(_plain, examples[stop : stop + 5])), stop
 
 
-def test_a_mistake_in_one_part_of_a_mixture_names_that_part(tmp_path, tokenizer):
+def test_a_mistake_in_one_dataset_of_a_streamed_mixture_names_that_dataset(tmp_path, tokenizer):
     rows = {"good": texts("a"), "other": [{"words": "b"}], "empty": texts("", "")}
     names = {name: jsonl(tmp_path, part, f"{name}.jsonl") for name, part in rows.items()}
 
@@ -159,20 +159,20 @@ def test_a_mistake_in_one_part_of_a_mixture_names_that_part(tmp_path, tokenizer)
 # --- Kinds of sources -----------------------------------------------------------------------------
 
 
-def test_groups_of_rows_in_a_parquet_file_are_shards(tmp_path, tokenizer):
+def test_parquet_row_groups_are_the_shards_of_a_stream(tmp_path, tokenizer):
     Dataset.from_list(texts(*map(str, range(40)))).to_parquet(tmp_path / "data.parquet", batch_size=10)
     run = run_with(dataset_name=str(tmp_path / "data.parquet"), dataloader_num_workers=4, **STREAM)
     assert "streamed: 4 shards, shuffled within 1,000 rows" in load_data(run, tokenizer).description
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_rows_with_nothing_to_learn_within_max_length_are_left_out(packing, tmp_path, tokenizer):
+def test_stream_rows_whose_completion_lies_beyond_max_length_are_left_out(packing, tmp_path, tokenizer):
     rows = [{"prompt": "a" * 64, "completion": "lost"}, {"prompt": "a" * 60, "completion": "kept"}]
     found = first(stream(jsonl(tmp_path, rows), tokenizer, packing=packing), 2)
     assert rows_of(found, tokenizer) == ["kept", "kept"]
 
 
-def test_joined_texts_lose_no_token(tmp_path, tokenizer):
+def test_streamed_wrapped_packing_keeps_every_token_and_pads_the_last_sequence(tmp_path, tokenizer):
     rows = texts("abc" * 30, "def" * 10, "gh")
     settings = dict(packing=True, packing_strategy="wrapped", train_sampling_strategy="sequential")
     sequences = first(stream(jsonl(tmp_path, rows), tokenizer, **settings), 2)
@@ -181,7 +181,7 @@ def test_joined_texts_lose_no_token(tmp_path, tokenizer):
     assert "".join(learned(tokenizer, {"labels": row["labels"].tolist()}) for row in sequences) == text
 
 
-def test_fit_tries_the_longest_example_that_may_come(folder, tokenizer):
+def test_fit_on_a_stream_repeats_an_example_of_max_length(folder, tokenizer):
     (one, other) = repeated_longest(stream(folder, tokenizer), 2)
     assert one == other and len(one["input_ids"]) == 64
 
@@ -196,7 +196,7 @@ def test_fit_tries_the_longest_example_that_may_come(folder, tokenizer):
         ('{"text": "a", "more": 6}', "column names don't match"),
     ],
 )
-def test_a_malformed_row_is_reported_after_all_examples_before_it(line, cause, tmp_path, tokenizer):
+def test_a_stream_yields_the_data_blocks_before_a_malformed_row_and_then_the_error(line, cause, tmp_path, tokenizer):
     """The library reads ten megabytes at once, and takes the columns from the first of them."""
     file = tmp_path / "data.jsonl"
     rows = [json.dumps({"text": "a", "source": "b" * 2000})] * 6_000
@@ -206,7 +206,7 @@ def test_a_malformed_row_is_reported_after_all_examples_before_it(line, cause, t
     assert isinstance(last[PLACE], UserError) and cause in str(last[PLACE])
 
 
-def test_a_network_that_fails_is_no_mistake_of_the_user(folder, tokenizer, monkeypatch):
+def test_a_network_failure_ends_a_stream_as_stream_broke_and_not_as_a_user_error(folder, tokenizer, monkeypatch):
     found = stream(folder, tokenizer)
     batches = IterableDataset.iter
 

@@ -63,12 +63,12 @@ def test_a_token_table_gives_back_input_ids_and_labels():
         assert [(ids.tolist(), labels.tolist()) for ids, labels in tokens.arrays_of(found)] == wanted
 
 
-def test_the_first_token_teaches_nothing_since_none_predicts_it():
+def test_the_label_of_the_first_token_is_ignored_since_no_token_predicts_it():
     table = token_table([([5, 6], [5, -100]), ([5], [5]), ([5, 6, 7], [-100, -100, 7])])
     assert [first if first < 9 else None for first in table["first_learned"].to_pylist()] == [None, None, 2]
 
 
-def test_a_cached_token_takes_at_most_a_tenth_more_than_four_bytes(tmp_path, tokenizer):
+def test_a_cached_token_takes_less_than_4_4_bytes(tmp_path, tokenizer):
     found = tokenized(run_with(dataset_name=jsonl(tmp_path, texts("x" * 100_000))), tokenizer)
     assert sum(file.stat().st_size for file in files()) < 1.1 * 4 * len(found.train[0]["input_ids"])
 
@@ -76,7 +76,7 @@ def test_a_cached_token_takes_at_most_a_tenth_more_than_four_bytes(tmp_path, tok
 # --- Found again ---------------------------------------------------------------------------------
 
 
-def test_the_second_start_finds_them_also_with_other_settings(tmp_path, tokenizer, never_encoded):
+def test_tokens_are_reused_by_a_second_start_with_other_settings(tmp_path, tokenizer, never_encoded):
     name = jsonl(tmp_path, texts(*WORDS))
     load_data(run_with(dataset_name=name), tokenizer)
     never_encoded()
@@ -84,7 +84,7 @@ def test_the_second_start_finds_them_also_with_other_settings(tmp_path, tokenize
         load_data(run_with(dataset_name=name, **chosen), tokenizer)
 
 
-def test_a_classifiers_texts_are_kept_with_their_labels(tmp_path, tokenizer, never_encoded):
+def test_tokens_and_labels_of_a_classifier_are_cached_and_reused(tmp_path, tokenizer, never_encoded):
     path = jsonl(tmp_path, [{"text": word, "label": number % 2} for number, word in enumerate(WORDS)])
     run = run_with(dataset_name=path, task="sequence_classification")
     first = load_data(run, tokenizer).train
@@ -99,7 +99,7 @@ def test_another_max_length_tokenizes_a_classifiers_texts_again(tmp_path, tokeni
         assert {len(row["input_ids"]) for row in load_data(run, tokenizer).train} == {longest}
 
 
-def test_data_that_was_changed_is_seen_though_its_date_was_set_back(tmp_path, tokenizer):
+def test_a_changed_data_file_is_tokenized_again_even_if_its_mtime_is_unchanged(tmp_path, tokenizer):
     path = jsonl(tmp_path, texts("old"))
     before = Path(path).stat()
     rows(run_with(dataset_name=path), tokenizer)
@@ -108,7 +108,7 @@ def test_data_that_was_changed_is_seen_though_its_date_was_set_back(tmp_path, to
     assert decoded(tokenizer, load_data(run_with(dataset_name=path), tokenizer).train) == ["new<|endoftext|>"]
 
 
-def test_another_column_or_tokenizer_makes_other_tokens(tmp_path, tokenizer):
+def test_another_text_column_or_chat_template_is_tokenized_anew(tmp_path, tokenizer):
     name = jsonl(tmp_path, [{"text": "a", "body": "b", "messages": None}, {**CHATS[0], "text": None}])
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -120,7 +120,7 @@ def test_another_column_or_tokenizer_makes_other_tokens(tmp_path, tokenizer):
     assert found[0][1].startswith("<|im_start|>user") and found[2][1] == "text 00 txet"
 
 
-def test_an_offline_tokenizer_has_the_same_cache_key(tmp_path, tokenizer):
+def test_a_tokenizer_loaded_offline_has_the_same_cache_key(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "saved")
     found = [AutoTokenizer.from_pretrained(tmp_path / "saved", local_files_only=offline) for offline in (False, True)]
     assert tokens._contents(found[0]) == tokens._contents(found[1])
@@ -129,7 +129,7 @@ def test_an_offline_tokenizer_has_the_same_cache_key(tmp_path, tokenizer):
 # --- A slice -------------------------------------------------------------------------------------
 
 
-def test_a_slice_reads_no_more_than_its_rows_and_the_rest_is_added_later(tmp_path, tokenizer, small_units):
+def test_a_sliced_split_tokenizes_only_its_rows_and_the_cache_gains_the_rest_later(tmp_path, tokenizer, small_units):
     name = jsonl(tmp_path, texts(*WORDS))
     assert len(tokenized(run_with(dataset_name=name, dataset_train_split="train[:150]"), tokenizer).train) == 150
     made = files()
@@ -144,7 +144,7 @@ def test_a_slice_reads_no_more_than_its_rows_and_the_rest_is_added_later(tmp_pat
 @pytest.mark.parametrize(
     "data", [texts(*WORDS), CHATS, [*texts(*WORDS[:500]), *CHATS[:500]]], ids=["texts", "chats", "both"]
 )
-def test_the_number_of_workers_makes_no_difference_to_the_tokens(data, tmp_path, tokenizer, small_units):
+def test_dataset_num_proc_makes_no_difference_to_the_tokens(data, tmp_path, tokenizer, small_units):
     found = []
     for workers in (1, 3):
         own = jsonl(tmp_path, data, f"{workers}.jsonl")
@@ -153,7 +153,7 @@ def test_the_number_of_workers_makes_no_difference_to_the_tokens(data, tmp_path,
     assert found[0] == found[1] and len(found[0]) == 1000
 
 
-def test_a_bad_row_far_down_is_one_problem(tmp_path, tokenizer):
+def test_a_malformed_row_far_down_is_reported_with_its_row_number(tmp_path, tokenizer):
     bad = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "text": "y"}]}
     run = run_with(dataset_name=jsonl(tmp_path, [*CHATS, bad, *CHATS]), dataset_num_proc=3)
     assert problem(run, tokenizer).what.startswith("row 1,001: has a message without content")
@@ -179,7 +179,7 @@ def slowly(monkeypatch, seconds):
     monkeypatch.setattr(Encoder, "__call__", slow)
 
 
-def test_killed_in_the_middle_the_next_start_goes_on(tmp_path, tokenizer, monkeypatch, small_units):
+def test_tokenizing_continues_after_a_kill_and_keeps_the_files_written(tmp_path, tokenizer, monkeypatch, small_units):
     run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
     with monkeypatch.context() as patch:
         slowly(patch, 0.1)
@@ -192,7 +192,7 @@ def test_killed_in_the_middle_the_next_start_goes_on(tmp_path, tokenizer, monkey
     assert made.items() < files().items()
 
 
-def test_a_start_that_waits_for_anothers_tokens_goes_on_if_that_dies(tmp_path, tokenizer, monkeypatch, small_units):
+def test_a_waiting_run_takes_over_tokenizing_if_the_other_run_is_killed(tmp_path, tokenizer, monkeypatch, small_units):
     run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
     with monkeypatch.context() as patch:
         slowly(patch, 0.5)

@@ -13,7 +13,7 @@ from tests.support.doctor import DOCTOR
 from tests.support.waiting import PATIENCE, wait_for
 
 
-def test_a_healthy_machine_passes_every_check(capsys):
+def test_the_doctor_passes_every_check_on_a_healthy_machine(capsys):
     code, printed = main(["doctor", "--json", "--num_processes", "2"]), capsys.readouterr().out
     assert code == 0, printed
     healthy = {check["title"]: check for check in json.loads(printed)["checks"]}
@@ -35,7 +35,7 @@ def test_an_interrupted_doctor_leaves_no_rank_behind(tmp_path):
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
 
 
-def test_a_torch_that_cannot_be_imported_is_a_failed_check(broken_torch):
+def test_the_doctor_reports_a_torch_import_error_as_a_failed_check(broken_torch):
     done = subprocess.run([*DOCTOR, "--num_processes", "1"], capture_output=True, text=True, env=broken_torch)
     assert (done.returncode, done.stderr) == (1, "")
     assert "✗ torch: rank 0: ImportError: libcudart is missing" in done.stdout

@@ -12,7 +12,7 @@ from tests.support.doctor import SMI, requested
 # --- The requested world --------------------------------------------------------------------------
 
 
-def test_by_default_there_is_a_rank_for_each_gpu_or_two_on_a_cpu():
+def test_the_doctor_defaults_to_one_rank_per_gpu_or_two_on_a_cpu_and_reads_slurm_variables():
     assert [requested(gpus=4).processes, requested(gpus=1).processes, requested().processes] == [4, 1, 2]
     step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "4000"}
     found = requested(gpus=4, environment=step)  # in a step of Slurm its variables describe the world
@@ -23,7 +23,7 @@ def test_by_default_there_is_a_rank_for_each_gpu_or_two_on_a_cpu():
     ("version", "wanted", "yes"),
     [("2.11.0a0+vendor", ">=2.11", True), ("2.10.1+cu126", ">=2.11", False), (None, ">=1", False)],
 )
-def test_a_version_is_compared_with_the_supported_range(version, wanted, yes):
+def test_a_library_version_is_compared_with_the_supported_range(version, wanted, yes):
     assert machine.supported(version, SpecifierSet(wanted)) == yes
 
 
@@ -36,11 +36,11 @@ def test_a_version_is_compared_with_the_supported_range(version, wanted, yes):
         ("0,1", None), ("GPU-b", None), ("0,2", "2"), ("0,0", "0"), ("0,GPU-a1", "GPU-a1"), ("MIG-1234", None),
     ],
 )  # fmt: skip
-def test_an_entry_of_visible_devices_that_is_no_gpu_is_named(visible, invalid):
+def test_an_invalid_entry_of_cuda_visible_devices_is_named(visible, invalid):
     assert machine.invalid_gpu(visible, ["GPU-a1", "GPU-b2"]) == invalid
 
 
-def test_an_invalid_ordinal_explains_why_gpus_are_missing(nvidia_smi, monkeypatch):
+def test_missing_gpus_are_an_error_that_names_the_invalid_device_or_the_number_of_gpus(nvidia_smi, monkeypatch):
     nvidia_smi()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,1")
     found = machine.visible_gpus(requested(gpus=1))
@@ -53,14 +53,14 @@ def test_an_invalid_ordinal_explains_why_gpus_are_missing(nvidia_smi, monkeypatc
     assert (found.status, found.fix, found.fatal) == ("error", "--num_processes 2, or more GPUs", True)
 
 
-def test_a_gpu_that_others_use_is_a_warning_that_names_them(nvidia_smi):
+def test_the_warning_about_a_gpu_in_use_names_the_process_that_uses_it(nvidia_smi):
     nvidia_smi(SMI.replace(" ;;", "; echo 'WARNING: infoROM is corrupted at gpu 0000:3B:00.0' ;;"))
     found = machine.gpu_memory(requested(gpus=2))
     assert found.found == "taken: 80,559 of 81,559 MiB of GPU 1, by python (pid 4242)"
     assert found.status == "warning" and found.numbers == {"least_free": {"value": 1000 << 20, "unit": "bytes"}}
 
 
-def test_an_nvidia_smi_that_hangs_is_asked_only_once(nvidia_smi, tmp_path, monkeypatch):
+def test_a_hanging_nvidia_smi_is_called_only_once(nvidia_smi, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_SECONDS", 0.3)
     nvidia_smi(f"#!/bin/sh\necho asked >>{tmp_path}/asked\nsleep 1000\n")
     for query in ("--query-gpu=uuid", "--query-gpu=memory.total"):
@@ -69,7 +69,7 @@ def test_an_nvidia_smi_that_hangs_is_asked_only_once(nvidia_smi, tmp_path, monke
     assert (tmp_path / "asked").read_text() == "asked\n"
 
 
-def test_what_nvidia_smi_prints_instead_of_an_answer_is_shown_and_not_believed(nvidia_smi):
+def test_an_nvidia_smi_error_message_is_shown_as_a_driver_error_and_not_parsed_as_gpus(nvidia_smi):
     nvidia_smi("#!/bin/sh\necho 'Unable to determine the device handle for GPU0'\n")
     check = machine.driver_of_gpus(requested())
     assert (check.status, check.title) == ("error", "driver") and "handle for GPU0" in check.found
@@ -97,7 +97,7 @@ def test_a_low_ulimit_is_reported_with_how_to_raise_it(which, soft, hard, status
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
 @pytest.mark.parametrize("place", ["/proc/nothing", "/dev/null/cache", "{file}"])
-def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(variable, place, tmp_path, monkeypatch):
+def test_an_unwritable_hf_cache_folder_is_an_error_that_names_the_folder(variable, place, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     place = place.format(file=tmp_path / "file")
     monkeypatch.setenv(variable, place)
@@ -107,14 +107,14 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(variable, plac
 
 
 @pytest.mark.parametrize(("free", "status"), [(1 << 29, "error"), (5 << 30, "warning"), (1 << 40, "ok")])
-def test_free_disk_space_is_reported_in_bytes_and_judged(free, status, monkeypatch):
+def test_the_disk_check_reports_the_free_bytes_and_warns_or_fails_if_they_are_few(free, status, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
     check = machine.disk(requested())
     assert check.status == status
     assert {number["value"] for number in check.numbers.values()} == {free}
 
 
-def test_a_missing_compiler_is_a_warning(monkeypatch):
+def test_a_missing_cpp_compiler_for_deepspeed_is_a_warning(monkeypatch):
     pytest.importorskip("deepspeed")
     monkeypatch.setattr(machine.shutil, "which", lambda *_, **__: None)
     check = machine.compiler(requested())
@@ -122,7 +122,7 @@ def test_a_missing_compiler_is_a_warning(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm")
-def test_a_missing_shared_memory_is_an_error_with_its_own_fix(tmp_path, monkeypatch):
+def test_a_missing_dev_shm_is_an_error_whose_fix_mounts_a_tmpfs(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_SHARED_MEMORY", tmp_path / "shm")
     check = machine.shared_memory(requested())
     assert (check.status, "mount -t tmpfs" in check.fix) == ("error", True)

@@ -29,7 +29,7 @@ def met(nodes: int, *present: int, port: int | None = None, fatal: int | None = 
     return found
 
 
-def test_nodes_that_reach_each_other_meet_and_hear_what_each_says():
+def test_nodes_that_reach_each_other_exchange_their_messages():
     for check, said in met(3, 0, 1, 2).values():
         assert check.status == "ok" and [one["number"] for one in said] == [0, 1, 2]
 
@@ -43,12 +43,12 @@ def test_nodes_that_reach_each_other_meet_and_hear_what_each_says():
     ],
     ids=["absent", "node 0 absent", "failed"],
 )
-def test_a_node_that_is_absent_or_cannot_start_ranks_is_named_on_the_others(nodes, present, fatal, words):
+def test_the_other_nodes_report_a_node_that_is_absent_or_failed_a_check(nodes, present, fatal, words):
     found = met(nodes, *present, fatal=fatal)
     assert all(words in check.found for rank, (check, _) in found.items() if rank != fatal)
 
 
-def test_a_port_in_use_is_named_with_one_that_is_free():
+def test_the_error_about_a_port_in_use_names_the_port_and_suggests_another():
     with socket.create_server(("", free_port())) as listener:
         port = listener.getsockname()[1]
         check = met(2, 0, port=port)[0][0]
@@ -63,7 +63,7 @@ def test_exchange_returns_none_for_a_node_that_does_not_answer(monkeypatch):
     assert [one and one["number"] for one in said] == [7, None]
 
 
-def test_a_name_that_is_not_resolved_is_named():
+def test_a_main_process_ip_that_does_not_resolve_is_named_in_the_error():
     words = "--nodes 2 --machine_rank 0 --main_process_ip no-such-node.invalid --main_process_port 4000"
     check = network.gathered(network.Meeting(requested(*words.split())), fatal=False)
     assert "no-such-node.invalid is not resolved" in check.found and "--main_process_ip" in check.fix

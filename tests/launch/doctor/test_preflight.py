@@ -16,7 +16,7 @@ from tests.support.jobs import job
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [True, False])
-def test_the_script_starts_only_after_a_preflight_that_passes(fails, broken_torch, tmp_path):
+def test_a_job_starts_train_py_only_if_the_doctor_preflight_passes(fails, broken_torch, tmp_path):
     text = Local().render(replace(hostile_job(["a b"], tmp_path), preflight=True))
     environment = broken_torch if fails else None
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environment)
@@ -26,13 +26,13 @@ def test_the_script_starts_only_after_a_preflight_that_passes(fails, broken_torc
 
 
 @pytest.mark.parametrize(("target", "nodes"), [(Local(), 1), (Slurm(venv="/v"), 1), (Slurm(), 2)])
-def test_the_preflight_is_bash_and_comes_first(target, nodes):
+def test_a_preflight_job_is_valid_bash_and_runs_the_doctor_before_accelerate_launch(target, nodes):
     text = target.render(job(nodes=nodes, processes=4, preflight=True))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert re.search(rf"launch doctor --nodes {nodes} --num_processes {4 * nodes} .*&& exec .*accelerate", text)
 
 
-def test_the_training_in_a_job_for_azure_is_found_behind_its_preflight():
+def test_the_training_command_of_an_azureml_job_is_found_with_and_without_preflight():
     found = {}
     for preflight in (True, False):
         body = yaml.safe_load(Azure(compute="cluster").render(job(nodes=2, processes=4, preflight=preflight)))

@@ -47,7 +47,7 @@ def found(*words):
     ],
     ids=["once", "killed once", "now and then", "killed again", "not a link", "nothing mends"],
 )
-def test_a_failure_that_no_nccl_variable_mends_is_reported_without_one(works, failure, says, runs, probe_runs):
+def test_a_failure_that_no_nccl_variable_fixes_is_reported_without_a_variable(works, failure, says, runs, probe_runs):
     tried = probe_runs(works, failure)
     check = found()
     assert check.status == "error" and failure.what in check.found and says in check.fix
@@ -55,32 +55,32 @@ def test_a_failure_that_no_nccl_variable_mends_is_reported_without_one(works, fa
     assert runs == 2 or not check.found.startswith("failed once")
 
 
-def test_a_success_needs_no_second_run(probe_runs):
+def test_a_doctor_probe_that_succeeds_is_not_repeated(probe_runs):
     tried = probe_runs(lambda *_: True)
     assert found() is None and tried == [()]
 
 
-def test_a_repeated_failure_is_reported_with_the_nccl_variable_that_mends_it(probe_runs):
+def test_a_repeated_failure_is_reported_with_the_nccl_variable_that_fixes_it(probe_runs):
     tried = probe_runs(lambda _, names: names == ("NCCL_P2P_DISABLE",))
     check = found()
     assert check.found == REFUSED.what and "export NCCL_P2P_DISABLE=1  # costs: no NVLink" in check.fix
     assert tried[2] == ("NCCL_NVLS_ENABLE",) and tried[-1] == ()  # the control, without it
 
 
-def test_nccl_variables_that_mend_only_together_are_all_advised(probe_runs):
+def test_nccl_variables_that_fix_a_failure_only_together_are_all_advised(probe_runs):
     tried = probe_runs(lambda _, names: len(names) > 1)
     lines = found().fix.splitlines()[1:]
     assert [line.split("=")[0] for line in lines] == [f"export {name}" for name in tried[-2]]
 
 
-def test_without_time_nothing_is_tried(probe_runs):
+def test_a_failure_after_the_timeout_is_reported_without_trying_nccl_variables(probe_runs):
     tried = probe_runs(lambda *_: False)
     meeting = Meeting(requested("--timeout", "1", gpus=2))
     object.__setattr__(meeting.request, "began", meeting.request.began - 2)
     assert [check.found for check in remedy.examine(meeting, [])] == [REFUSED.what] and len(tried) == 1
 
 
-def test_of_the_failures_of_several_nodes_the_one_that_explains_the_others_is_told():
+def test_the_doctor_reports_the_failure_that_caused_the_failures_on_other_nodes():
     said = [
         {"failure": {"stage": "connection", "what": "rank 0: closed by peer", "fix": "", "by_another": True}},
         {"failure": vars(BROKEN)},

@@ -32,7 +32,7 @@ def test_small_gradients_become_zero_in_fp16_and_a_scaler_saves_them():
 
 
 @pytest.mark.slow
-def test_accumulation_in_16_bits_has_the_gradient_of_the_whole_batch_if_it_is_clipped_unscaled():
+def test_gradients_accumulated_in_16_bits_match_the_full_batch_if_unscaled_before_clipping():
     *right, clipped_while_scaled = found = rows("both")
     for row, limit in zip(right, (1e-6, 1e-6, 0.02, 0.02, 0.01), strict=True):
         assert row["difference"] < limit, row["name"]
@@ -45,7 +45,7 @@ def test_accumulation_in_16_bits_has_the_gradient_of_the_whole_batch_if_it_is_cl
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_named_and_none_is_left():
+def test_recipes_explain_names_a_killed_rank_and_ends_the_other():
     words = [sys.executable, "-m", "launch", "explain", "both"]
     with psutil.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         ranks = wait_for("two ranks", lambda: len(found := process.children()) == 2 and found)
@@ -58,7 +58,7 @@ def test_a_rank_that_dies_is_named_and_none_is_left():
 # --- What is printed ------------------------------------------------------------------------------
 
 
-def test_the_table_of_goals_compares_each_goal_with_the_first_row_and_shows_the_noise():
+def test_the_explain_table_shows_memory_and_speed_relative_to_the_first_row_with_noise():
     first = {"goal": "", "seconds": 1.0, "off": 0.1, "peak_bytes": 100, "difference": 0.0, "synchronisations": 1}
     headings, cells = goals([first, {**first, "goal": "both", "seconds": 0.5, "off": 0.05, "peak_bytes": 60}])
     shown = {name: value for name, value, *_ in cells}

@@ -34,7 +34,7 @@ def micro_batch(argv, *more, processes=2):
 
 
 @pytest.mark.slow
-def test_a_micro_batch_too_large_for_one_rank_is_rejected_and_later_runs_use_the_one_found(training, tmp_path, capsys):
+def test_fit_rejects_a_micro_batch_too_large_for_one_rank_and_later_runs_reuse_fit_json(training, tmp_path, capsys):
     """The second rank has less memory left than the first."""
     ballast = f"import os\nballast = bytearray(b'x') * int({BALLAST}e9 * (os.environ.get('RANK') == '1'))\n"
     (tmp_path / "sitecustomize.py").write_text(ballast)  # for the probes, each of which is a new Python
@@ -82,7 +82,7 @@ def test_recipes_fit_searches_without_training(training, tmp_path):
     assert json.loads((tmp_path / "fit.json").read_text())["micro_batch"] == 1
 
 
-def test_before_the_first_probe_the_folder_is_judged_and_the_data_is_tokenized(
+def test_fit_checks_output_dir_before_tokenizing_and_tokenizes_before_the_first_probe(
     training, real_checkpoint, tmp_path, own_cache, monkeypatch
 ):
     with pytest.raises(UserError, match="holds a run with model_name_or_path"):
@@ -98,7 +98,7 @@ def test_before_the_first_probe_the_folder_is_judged_and_the_data_is_tokenized(
         fit.fit(resolve([*training, "--fit", "--output_dir", str(tmp_path / "new" / "out")]), training, World())
 
 
-def test_a_damaged_fit_is_ignored(training, tmp_path):
+def test_a_damaged_fit_json_is_ignored(training, tmp_path):
     for content in ("", "{", "[]", '{"micro_batch": 1}', '{"micro_batch": "1", "holds_for": 3}'):
         (tmp_path / "fit.json").write_text(content)
         assert micro_batch([*training, "--output_dir", str(tmp_path)]) == (2, "batch arithmetic")
@@ -146,7 +146,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("most", "tried"), [(8, [4, 8, 16]), (3, [16, 8, 4, 2]), (0, [2, 1])])
-def test_the_search_doubles_a_guess_that_runs_or_halves_one_that_does_not(most, tried, stand_in, tmp_path, monkeypatch):
+def test_fit_doubles_a_micro_batch_that_runs_or_halves_one_that_does_not(most, tried, stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(fit, "_guess", lambda *_: tried[0])
     argv = [f"leave('fits' if request['micro_batch'] <= {most} else 'out_of_memory', 'asked for 2 GiB')"]
     run = resolve(["--recipe", "standard", "--output_dir", str(tmp_path / "out"), "--memory_limit", "1"])
@@ -186,7 +186,7 @@ def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
             assert (one["fits"], one["words"], one["ranks"]) == (not expected[0], *expected)
 
 
-def test_a_probe_is_legal_with_flags_that_need_evaluations_or_a_schedule(tmp_path):
+def test_a_fit_probe_passes_the_checks_with_flags_that_need_evaluations_or_a_scheduler(tmp_path):
     for flags in (
         "--eval_on_start",
         "--lr_scheduler_type reduce_lr_on_plateau",

@@ -11,7 +11,7 @@ from launch.host.world import compile_safely
 from tests.support.waiting import PATIENCE
 
 
-def test_a_compilation_waits_for_another_until_that_is_killed(tmp_path, monkeypatch):
+def test_a_cpp_extension_build_waits_for_another_and_continues_once_the_other_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(cpp_extension, "load", lambda name, build_directory: name)
     compile_safely.__wrapped__()
     torchs = tmp_path / "lock"

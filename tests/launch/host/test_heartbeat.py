@@ -62,7 +62,7 @@ NOTED = "no answer for 1 s. Is it stopped?"
         ("meeting", "read_slowly", ["rank 0 has waited: True", "rank 1 has waited: True"]),
     ],
 )
-def test_a_rank_that_others_wait_for_is_named(where, what, said, tmp_path):
+def test_a_rank_that_exceeds_ddp_timeout_is_named_but_a_slow_start_is_waited_for(where, what, said, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     codes, output = run_ranks(2, dict(os.environ), [str(tmp_path / "rank.py"), where, what, str(tmp_path / "pid")])
     assert all(words in output for words in said), output

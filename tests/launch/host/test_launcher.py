@@ -50,7 +50,7 @@ SPOKEN = "if os.environ.get('RANK', '0') == '0': print('why'), sys.exit(75)"
 @pytest.mark.parametrize(
     ("zero", "one", "first"), [((75, 1), (1, 2), 75), ((75, 2), (1, 2), 1), ((1, 1), (-11, 2), -11)]
 )
-def test_the_first_failure_counts_and_one_that_follows_from_it_does_not(zero, one, first):
+def test_the_launcher_reports_the_first_failed_rank_and_not_one_that_failed_because_of_it(zero, one, first):
     # Exit codes of two ranks, each with the second in which torch saw it.
     failures = {rank: SimpleNamespace(exitcode=code, timestamp=at) for rank, (code, at) in enumerate((zero, one))}
     assert _first_to_fail(SimpleNamespace(failures=failures))[1] == first
@@ -110,7 +110,7 @@ def test_signals_reach_the_ranks_and_a_second_ctrl_c_kills_them(world, number, c
 @pytest.mark.parametrize(
     ("number", "code", "line"), [(signal.SIGTERM, 75, STOPPED), (signal.SIGINT, 130, "interrupted\n")]
 )
-def test_a_signal_before_the_ranks_are_started_ends_at_once(number, code, line):
+def test_a_signal_before_the_ranks_start_ends_the_launcher_at_once(number, code, line):
     """`recipes train` blocks signals until the launcher listens."""
     words = "import os, signal, time; from launch.host.launcher import listen; "
     words += f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}]); os.kill(os.getpid(), {int(number)}); "
@@ -134,7 +134,7 @@ SHOW = "from launch.host.launcher import own_threads; os.write(1, f'own {own_thr
 @pytest.mark.slow
 @pytest.mark.parametrize(("asked", "own"), [({}, "None"), ({"OMP_NUM_THREADS": "4"}, "4")])
 @pytest.mark.parametrize("words", [[*ACCELERATE, *TWO], TORCHRUN], ids=["accelerate", "torchrun"])
-def test_omp_num_threads_set_by_a_launcher_is_not_taken_for_the_users(words, asked, own, script, monkeypatch):
+def test_omp_num_threads_set_by_a_launcher_is_not_taken_for_the_users_value(words, asked, own, script, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     printed = started(*words, script(SHOW), **asked).stdout.splitlines()
     assert [line for line in printed if line.startswith("own")] == [f"own {own}"] * 2

@@ -54,7 +54,7 @@ except Preempted as error:
         ("running", "shell", None),  # which may exit and leave the run in the background
     ],
 )
-def test_a_rank_stops_when_its_launcher_ends(what, name, printed, tmp_path):
+def test_a_rank_stops_when_torchrun_ends_but_not_when_a_shell_ends(what, name, printed, tmp_path):
     (tmp_path / name).write_text(LAUNCHER)
     (tmp_path / "rank.py").write_text(RANK)
     words = [sys.executable, str(tmp_path / name), str(tmp_path / "rank.py"), str(tmp_path), what]
@@ -84,7 +84,7 @@ def test_a_rank_stops_when_its_launcher_ends(what, name, printed, tmp_path):
 @pytest.mark.parametrize(
     ("start", "number"), [(ONE_PROCESS, signal.SIGKILL), (TWO_RANKS, signal.SIGKILL), (TWO_RANKS, signal.SIGUSR1)]
 )
-def test_ranks_of_accelerates_launcher_save_when_it_dies(start, number, tiny_model, texts, tmp_path):
+def test_ranks_save_a_checkpoint_when_accelerate_launch_is_killed(start, number, tiny_model, texts, tmp_path):
     """It dies of SIGUSR1 at once."""
     with start([*model_flags(tiny_model, texts), *ENDLESS], tmp_path) as run:
         run.wait_for_output("step 5/")

@@ -71,7 +71,7 @@ def all_at_once(number: int):
         pytest.param(TWO_RANKS, all_at_once(signal.SIGINT), id="Ctrl-C of two"),
     ],
 )
-def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, tell, tiny_model, texts, tmp_path):
+def test_a_run_stopped_by_a_signal_saves_a_checkpoint_of_its_last_step(start, tell, tiny_model, texts, tmp_path):
     run = start([*model_flags(tiny_model, texts), *ENDLESS], tmp_path)
     output = stopped(run, tell)
     assert assert_resumable(tmp_path) >= 5
@@ -79,7 +79,7 @@ def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, tell, tiny_m
     assert start is not Run or (run.process.returncode == EXIT_CODE == 75 and "Traceback" not in output)
 
 
-def test_a_second_ctrl_c_stops_at_once(capfd):
+def test_a_second_ctrl_c_raises_keyboard_interrupt_at_once(capfd):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = StopRequest()
     stop.step = 1
@@ -93,7 +93,7 @@ def test_a_second_ctrl_c_stops_at_once(capfd):
         signal.signal(signal.SIGINT, before)
 
 
-def test_signals_wait_while_train_py_imports_and_end_it_before_the_first_step(flags, tmp_path):
+def test_a_signal_during_the_imports_of_train_py_ends_the_run_before_the_first_step(flags, tmp_path):
     """psutil is the first library that it imports."""
     (tmp_path / "psutil.py").write_text(
         "import os, signal, sys\n"

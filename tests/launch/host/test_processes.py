@@ -42,7 +42,7 @@ def main(folder):
 """
 
 
-def test_a_child_finds_our_packages_and_its_request_and_leaves_an_answer_or_its_last_words(module, tmp_path):
+def test_a_child_process_imports_our_package_reads_its_request_and_returns_answer_or_output(module, tmp_path):
     """PYTHONPATH stays the user's, and no file where the command was typed hides a library."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "yaml.py").write_text("raise SystemExit('the wrong yaml')")
@@ -67,7 +67,7 @@ def main(folder):
 """
 
 
-def test_leaving_the_ask_block_ends_its_processes_and_their_children(module):
+def test_leaving_the_processes_ask_context_ends_the_child_processes_and_their_children(module):
     with pytest.raises(KeyboardInterrupt), processes.ask(module(FAMILY), [None]) as (child,):
         wait_for("the process to start a child", child.end)
         pids = [int(word) for word in child.end().split()]
@@ -75,7 +75,7 @@ def test_leaving_the_ask_block_ends_its_processes_and_their_children(module):
     wait_for("the end of both", lambda: not any(map(alive, pids)))
 
 
-def test_a_process_dies_with_the_one_that_started_it(module):
+def test_a_child_process_dies_with_its_parent(module):
     script = "import sys, time; from launch.host import processes\n"
     script += "with processes.ask(sys.argv[1], [None]) as (child,):\n"
     script += "    while not (line := child.end()): time.sleep(0.1)\n"

@@ -62,7 +62,7 @@ def evaluations(record: dict) -> dict[int, float]:
     [([*EVERY_FOURTH, *BEST], 4), pytest.param(AT_THE_END, 8, marks=pytest.mark.slow)],
     ids=["in the training", "after the training"],
 )
-def test_an_evaluation_is_cut_short_and_made_up_for(flags, step, slow, quick, tmp_path):
+def test_a_sigterm_cuts_an_evaluation_short_and_the_resumed_run_evaluates_that_step(flags, step, slow, quick, tmp_path):
     run = stopped(Forked, [*slow, *flags], tmp_path / "out", step)
     assert run.process.exitcode == EXIT_CODE and f"told to stop by SIGTERM at step {step}" in run.printed
     whole, again = (quick(tmp_path / name, *flags) for name in ("whole", "out"))
@@ -75,7 +75,7 @@ def test_an_evaluation_is_cut_short_and_made_up_for(flags, step, slow, quick, tm
 
 
 @pytest.mark.slow
-def test_two_ranks_cut_it_after_the_same_batch(slow, tmp_path):
+def test_two_ranks_stopped_in_an_evaluation_resume_with_the_same_losses_and_evaluations(slow, tmp_path):
     stopped(TWO_RANKS, [*slow, *EVERY_FOURTH], tmp_path / "out", 4)
     whole, again = (launch_quickly(*slow, *EVERY_FOURTH, output=tmp_path / name) for name in ("whole", "out"))
     assert again.code == 0, again.output

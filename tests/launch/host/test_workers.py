@@ -28,7 +28,7 @@ def wait_for_its_batch():
         sys.exit(3 if storage_failure(error) else 4)
 
 
-def test_a_worker_that_cannot_send_ends_and_so_does_the_wait_for_it():
+def test_a_dataloader_worker_that_cannot_send_a_batch_raises_a_storage_failure():
     process = multiprocessing.get_context("fork").Process(target=wait_for_its_batch)
     process.start()
     process.join(120)

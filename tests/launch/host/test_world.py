@@ -22,7 +22,7 @@ ZERO_3 = {
 }
 
 
-def test_the_launcher_announces_the_world_and_its_engine():
+def test_rank_world_size_and_engine_are_read_from_the_launchers_environment_variables():
     assert launched({}) == World(1, 0, 1)  # a process started by hand
     assert launched(TORCHRUN) == World(size=8, rank=5, local_size=4)
     engine = from_environment({**TORCHRUN, **ZERO_3})
@@ -30,7 +30,7 @@ def test_the_launcher_announces_the_world_and_its_engine():
 
 
 @pytest.mark.parametrize(("recipe", "threads"), [("memory", 3), ("sharded", 1)])
-def test_an_offloaded_optimizer_has_its_share_of_the_cpu_cores(recipe, threads, monkeypatch):
+def test_optimizer_offload_divides_the_cpu_cores_as_threads_among_the_processes(recipe, threads, monkeypatch):
     """`accelerate launch` leaves each process one thread."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     hardware = Hardware((Gpu("A100", (8, 0), 80 << 30),) * 2, cores=6)
@@ -46,13 +46,13 @@ def test_an_offloaded_optimizer_has_its_share_of_the_cpu_cores(recipe, threads, 
 
 
 @pytest.mark.parametrize("asked", ["True", "False"])
-def test_regional_compilation_is_decided_by_the_run_and_not_by_the_launcher(asked):
+def test_use_regional_compilation_overrides_the_launchers_environment_variable(asked):
     with patch.dict(os.environ, ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION="the launcher's"):
         prepare_environment(resolve(["--torch_compile", "--use_regional_compilation", asked]))
         assert os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == asked
 
 
-def test_processes_of_slurm_or_mpi_without_a_launcher_are_refused():
+def test_processes_of_srun_or_mpirun_without_accelerate_launch_or_torchrun_are_refused():
     for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         with pytest.raises(UserError, match="a model of their own"):
             require_launcher({variable: "4"})
@@ -82,7 +82,7 @@ leave_group()
 """
 
 
-def test_what_rank_0_decides_all_ranks_know(tmp_path):
+def test_all_ranks_get_the_result_or_error_of_a_decision_of_rank_0(tmp_path):
     (tmp_path / "decide.py").write_text(DECIDE)
     codes, output = run_ranks(2, dict(os.environ), [str(tmp_path / "decide.py")])
     assert codes == [0, 0], output

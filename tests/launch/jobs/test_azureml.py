@@ -27,7 +27,7 @@ SUBMIT = "submit azureml --compute c --processes_per_node 2 --dry_run".split()
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_a_shipped_job_equals_the_rendered_one_and_azures_parser_and_check_accept_it(recipe, monkeypatch, capsys):
+def test_a_shipped_azureml_yaml_equals_the_rendered_job_and_passes_azures_parser_and_check(recipe, monkeypatch, capsys):
     monkeypatch.setenv("LOGNAME", "YOU")
     shipped = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())
     rendered = yaml.safe_load(Azure(compute="gpu-cluster").render(job(recipe, processes=4)))
@@ -41,7 +41,7 @@ def test_a_shipped_job_equals_the_rendered_one_and_azures_parser_and_check_accep
 
 
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"baseline"}))
-def test_azures_own_parser_takes_a_rendered_job(recipe, tmp_path):
+def test_the_azureml_sdk_reads_nodes_data_spot_tier_timeout_and_identity_of_a_rendered_job(recipe, tmp_path):
     azure = Azure(instance_type="Standard_NC24ads_A100_v4", spot=True, data=("azureml:texts:1",), timeout=129600)
     body = sent(written(job(recipe, nodes=2), replace(azure, identity="user_identity"), tmp_path))
     assert body["resources"]["instanceCount"] == 2 and body["inputs"]["data"]["uri"].endswith("texts:1")
@@ -50,7 +50,7 @@ def test_azures_own_parser_takes_a_rendered_job(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_arguments_arrive_as_they_were_typed(tmp_path):
+def test_train_py_gets_special_characters_unchanged_in_an_azureml_job(tmp_path):
     body = sent(written(job(argv=HOSTILE), Azure(compute="c"), tmp_path))
     (tmp_path / CODE / "launch" / "train.py").write_text(
         "import json, sys, pathlib; pathlib.Path('words.json').write_text(json.dumps(sys.argv[1:]))"
@@ -60,7 +60,7 @@ def test_arguments_arrive_as_they_were_typed(tmp_path):
     assert words[2 : 2 + len(HOSTILE)] == HOSTILE
 
 
-def test_another_command_line_data_engine_or_person_has_another_place_for_its_checkpoints(monkeypatch):
+def test_the_output_folder_of_an_azureml_job_depends_on_flags_data_engine_and_user(monkeypatch):
     def place(*argv, **named):
         return Azure(compute="c", **named).output_of(job(argv=argv))
 
@@ -73,7 +73,7 @@ def test_another_command_line_data_engine_or_person_has_another_place_for_its_ch
     assert "/DOMAIN-bob/standard-" in place("--seed", "1")
 
 
-def test_the_upload_of_a_checkout_holds_the_code_and_nothing_else():
+def test_the_azureml_upload_holds_the_code_without_git_venv_outputs_and_tests():
     assets = pytest.importorskip("azure.ai.ml._utils._asset_utils")
     ignore = assets.get_ignore_file(str(ROOT))
     left_out = (".git/HEAD", ".venv/bin/python", "outputs/a/checkpoint-2/model.safetensors", "tests/support/running.py")
@@ -81,7 +81,7 @@ def test_the_upload_of_a_checkout_holds_the_code_and_nothing_else():
     assert all(ignore.is_file_excluded(str(ROOT / path)) == (path in left_out) for path in (*left_out, *sent_along))
 
 
-def test_the_environment_pins_the_tested_versions_and_the_install_advice_names_the_extra():
+def test_azureml_requirements_match_constraints_txt_and_install_advice_matches_pyproject():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {line.partition("==")[0].lower(): line.strip() for line in lines}
     for line in (FOLDER / "environment" / "requirements.txt").read_text().splitlines():
@@ -90,7 +90,7 @@ def test_the_environment_pins_the_tested_versions_and_the_install_advice_names_t
     assert INSTALL.split()[2:] == [line.partition(">=")[0] for line in extra]
 
 
-def test_without_the_sdk_the_message_says_what_to_install(monkeypatch, capsys):
+def test_submit_azureml_without_the_azure_sdk_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(azure_job, "sdk_is_installed", lambda: False)
     assert main([*SUBMIT[:-1], "--", "--seed", "1"]) == 2
     assert INSTALL in capsys.readouterr().err
@@ -112,7 +112,7 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_files_of_ones_own_travel_under_their_own_paths(project, capsys):
+def test_an_azureml_job_includes_the_users_recipe_config_and_accelerate_yaml(project, capsys):
     words = ["--recipe", "ours.yaml", "--accelerate_config", "ours/ours.yaml", "--output", "mine.yaml"]
     assert main([*SUBMIT, *words, "--", "--config", "settings.yaml"]) == 0
     for name in ("ours.yaml", "ours/ours.yaml", "settings.yaml"):
@@ -123,7 +123,7 @@ def test_files_of_ones_own_travel_under_their_own_paths(project, capsys):
     assert "legal: ours" in capsys.readouterr().out
 
 
-def test_a_file_that_the_job_would_not_find_is_refused(project, monkeypatch, capsys):
+def test_submit_azureml_refuses_a_recipe_model_or_data_file_that_the_job_would_not_find(project, monkeypatch, capsys):
     monkeypatch.chdir(project / "ours")
     assert main([*SUBMIT, "--recipe", "../ours.yaml"]) == 2
     assert "copy the file here and give --recipe ours.yaml" in capsys.readouterr().err
@@ -174,6 +174,6 @@ def test_check_names_an_error_in_an_edited_azure_job(text, what, tmp_path, capsy
 
 
 @pytest.mark.parametrize("resources", [[1], {"instance_count": None}, {"instance_count": {"a": 1}}, "two"])
-def test_a_malformed_resources_section_counts_as_one_node_without_the_sdk(resources):
+def test_a_malformed_resources_section_of_an_azureml_job_counts_as_one_node_without_the_sdk(resources):
     content = {**yaml.safe_load((ROOT / "azureml" / "fast.yaml").read_text()), "resources": resources}
     assert training_in(content).nodes == 1

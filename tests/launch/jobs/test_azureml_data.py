@@ -46,7 +46,7 @@ def workspace(empty, monkeypatch):
 # --- Over the wire --------------------------------------------------------------------------------
 
 
-def test_the_job_that_is_sent_with_its_code_is_the_one_that_a_dry_run_writes(workspace):
+def test_submit_azureml_sends_the_job_that_a_dry_run_shows_and_no_outputs_folder(workspace):
     assert main(TWO_NODES) == 0
     (body,) = workspace.jobs.values()
     assert main([*TWO_NODES[:-3], "--dry_run", "--output", "mine.yaml", *TWO_NODES[-3:]]) == 0
@@ -62,7 +62,7 @@ def test_the_job_that_is_sent_with_its_code_is_the_one_that_a_dry_run_writes(wor
     assert [name for name in names if unwanted.search(name)] == []
 
 
-def test_status_and_logs_find_the_job_again(workspace, capsys):
+def test_status_and_logs_find_a_submitted_azureml_job(workspace, capsys):
     assert main(TWO_NODES) == 0
     (name,) = workspace.jobs
     folder = str(Path("outputs") / name)
@@ -75,7 +75,7 @@ def test_status_and_logs_find_the_job_again(workspace, capsys):
     assert main(["logs", folder]) == 0 and "step 2/2 loss 1" in capsys.readouterr().out
 
 
-def test_an_azure_refusal_a_missing_login_or_workspace_is_told_in_the_last_line(workspace, monkeypatch, capsys):
+def test_the_last_line_names_azures_refusal_a_missing_login_or_a_missing_workspace(workspace, monkeypatch, capsys):
     def last_line() -> str:
         assert main(TWO_NODES) == 2
         return capsys.readouterr().err.splitlines()[-1]
@@ -91,7 +91,7 @@ def test_an_azure_refusal_a_missing_login_or_workspace_is_told_in_the_last_line(
 # --- Every form of --data -------------------------------------------------------------------------
 
 
-def test_each_data_part_is_a_file_or_folder_input_by_its_form_or_by_data_type(workspace):
+def test_each_data_argument_is_a_uri_file_or_uri_folder_input_by_its_path_or_data_type(workspace):
     parts = ["azureml:rows:1", f"{STORE}/a.csv", f"{STORE}/v1.2", "wasbs://box@lab.blob.core.windows.net/parts"]
     assert main([*SUBMIT, "--data", *parts, "--", *MODEL]) == 0
     (body,) = workspace.jobs.values()
@@ -108,7 +108,7 @@ def test_each_data_part_is_a_file_or_folder_input_by_its_form_or_by_data_type(wo
 
 
 @pytest.mark.slow
-def test_two_nodes_train_a_classifier_on_mounted_data_and_resume_where_it_is_mounted_elsewhere(empty):
+def test_two_nodes_train_a_classifier_on_mounted_data_and_resume_at_another_mount_path(empty):
     flags = "--task sequence_classification --model_name_or_path somebody/model --max_length 64 --report_to none"
     words = "--nodes 2 --processes_per_node 2 --data azureml:rows:1 --data_type uri_file".split()
     body = sent(dry_run(*words, training=[*flags.split(), "--max_steps", "2"]))

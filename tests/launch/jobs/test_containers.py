@@ -40,7 +40,7 @@ ODD = [word for word in HOSTILE if "\0" not in word and word]
 
 
 @pytest.mark.parametrize("image", ["a b$(touch broken)", "a b$(touch broken).sif"])
-def test_odd_characters_arrive_as_they_were_typed(image, tmp_path):
+def test_slurm_modules_images_and_mounts_keep_special_characters_unchanged(image, tmp_path):
     """In modules, images and mounts; never as a part of the script."""
     mounts = tuple(f"/{word}" for word in ODD if not set(word) & set(",:"))
     slurm = Slurm(module=tuple(ODD), container_image=image, container_mounts=mounts)
@@ -63,13 +63,13 @@ def test_odd_characters_arrive_as_they_were_typed(image, tmp_path):
     ],
     ids=["module", "venv", "apptainer", "srun"],
 )
-def test_what_is_missing_on_the_node_fails_the_job_at_once(flags, without, code, tmp_path):
+def test_a_missing_module_command_venv_apptainer_or_srun_fails_the_slurm_job_at_once(flags, without, code, tmp_path):
     tools = {"module", "scontrol", "scancel", "srun", "apptainer"} - {without}
     ended, calls = run_by_hand(flags.render(hostile_job([], tmp_path)), tmp_path, *tools)
     assert ended == code and not any(call[0] == "srun" for call in calls)
 
 
-def test_folders_outside_the_current_one_are_mounted(tmp_path, monkeypatch):
+def test_folders_of_settings_outside_the_current_folder_are_mounted_in_the_container(tmp_path, monkeypatch):
     """Those of settings on the command line and in files, existing ones; links are not followed."""
     for name in ("work", "data", "real"):
         (tmp_path / name).mkdir()

@@ -19,7 +19,7 @@ def dry_run(capsys, *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_command_line_wins_over_the_site_file_whose_flags_a_dry_run_names(write, capsys):
+def test_command_line_flags_override_site_yaml_and_a_dry_run_lists_those_from_site_yaml(write, capsys):
     write("slurm: {partition: gpu, time: 8:00:00, module: [cuda/12.6, nccl], venv: /shared/venv, max_restarts: 0}")
     script = dry_run(capsys, "slurm", "--partition", "debug", "--mem", "0")
     assert script[1].startswith(f"# From {site_file()}: --time 8:00:00 --module cuda/12.6 nccl")
@@ -28,7 +28,7 @@ def test_the_command_line_wins_over_the_site_file_whose_flags_a_dry_run_names(wr
     assert not any("partition=" in line for line in dry_run(capsys, "slurm", "--partition", ""))
 
 
-def test_values_of_the_site_file_are_read_as_written_and_not_as_yaml_types(write, capsys):
+def test_site_yaml_values_are_read_as_written_and_not_as_yaml_types(write, capsys):
     """To YAML 8:00:00 is 28800, 010 is 8, and `on` is true."""
     text = "slurm:\n  time: 8:00:00\n  account: 010\n  gpus-per-node: 4\n  partition: on\n  module: cuda\n  qos:\n"
     write(text + "azureml: {compute: gpu-cluster, spot: no}\nlocal: {on_oom: next}\n")
@@ -48,14 +48,14 @@ def test_values_of_the_site_file_are_read_as_written_and_not_as_yaml_types(write
         ("local: {on_oom: never}", "invalid choice: 'never'"),
     ],
 )
-def test_a_mistake_is_named_with_its_file(text, what, write, capsys):
+def test_a_mistake_in_site_yaml_is_reported_with_the_name_of_the_file(text, what, write, capsys):
     write(text)
     assert main(["submit", "local" if text.startswith("local") else "slurm", "--dry_run"]) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert what in printed and "site.yaml" in printed
 
 
-def test_the_site_file_is_in_the_users_configuration_folder_and_the_help_names_it(monkeypatch, tmp_path, capsys):
+def test_site_yaml_is_in_the_users_configuration_folder_and_submit_help_prints_its_path(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert site_file() == tmp_path / ".config" / "accelerate-recipes" / "site.yaml"

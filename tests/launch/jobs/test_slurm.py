@@ -93,7 +93,7 @@ def uninterrupted(tiny_model, texts, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_preempted_run_is_requeued_and_trains_what_one_process_trains(preempted, uninterrupted):
+def test_a_preempted_slurm_job_is_requeued_and_has_the_losses_of_an_uninterrupted_process(preempted, uninterrupted):
     folder, submitted = preempted
     assert losses(finished(folder)) == pytest.approx(losses(uninterrupted), rel=1e-4)
     text = log(folder)
@@ -102,7 +102,7 @@ def test_a_preempted_run_is_requeued_and_trains_what_one_process_trains(preempte
 
 
 @pytest.mark.slow
-def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
+def test_a_slurm_job_is_requeued_at_each_time_limit_until_training_is_finished(cluster, tiny_model, texts, tmp_path):
     # Slurm's shortest limit is a minute: at most 9 steps of 6 seconds; the third start is quick.
     model = write_slow_model(tmp_path / "slow", tiny_model, 3.0, restarts=2)
     flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "20", "--output_dir", str(tmp_path / "run")]
@@ -118,7 +118,7 @@ def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, te
 
 
 @pytest.mark.slow
-def test_a_cancelled_run_is_found_again_has_saved_and_stays_cancelled(cluster, slow_flags, tmp_path):
+def test_status_and_logs_follow_a_slurm_job_until_scancel_after_which_it_is_not_requeued(cluster, slow_flags, tmp_path):
     job, submitted = submit(cluster, tmp_path, "--nodes", "2", "--", *slow_flags)
     second, refused = submit(cluster, tmp_path, "--", *slow_flags)
     assert (second, refused.code) == ("", 2)
@@ -135,7 +135,7 @@ def test_a_cancelled_run_is_found_again_has_saved_and_stays_cancelled(cluster, s
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job_on_every_node(cluster, slow_flags, tmp_path):
+def test_a_killed_rank_ends_the_slurm_job_on_every_node(cluster, slow_flags, tmp_path):
     """Otherwise the other node would wait for it in a collective, for half an hour and more."""
     job, _ = submit(cluster, tmp_path, "--nodes", "2", "--", *slow_flags)
     cluster.wait_for_step(tmp_path, 3)

@@ -42,7 +42,7 @@ def orphan(tiny_model, texts, tmp_path):
         os.killpg(group, signal.SIGKILL)
 
 
-def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_model, texts, capsys):
+def test_a_local_run_survives_the_kill_of_recipes_submit_and_status_and_logs_find_it(orphan, tiny_model, texts, capsys):
     folder, group = orphan
     assert "local" in status(folder, capsys) and "running" in status(folder, capsys)
     second = ["submit", "local", "--", *model_flags(tiny_model, texts), "--output_dir", str(folder)]
@@ -66,7 +66,7 @@ def test_status_of_a_run_started_by_hand_is_running_while_its_folder_is_locked(t
     assert "without `recipes submit`" in capsys.readouterr().err
 
 
-def test_the_newest_run_comes_first_and_without_one_the_message_says_so(tmp_path, capsys):
+def test_status_lists_the_newest_run_first_and_without_runs_says_that_none_was_submitted(tmp_path, capsys):
     for command in ("status", "logs"):
         assert main([command, str(tmp_path)]) == 2
         assert "no run was submitted" in capsys.readouterr().err
@@ -88,7 +88,7 @@ def test_a_damaged_submission_json_is_ignored(text, tmp_path):
         ({"status": "running", "started": "2026-01-03T00:00:00+0000"}, "ended unexpectedly (killed?)"),
     ],
 )
-def test_status_of_a_submission_does_not_take_over_the_outcome_of_an_earlier_start(recorded, state, tmp_path, capsys):
+def test_status_tells_the_outcome_of_an_earlier_start_from_that_of_the_submitted_run(recorded, state, tmp_path, capsys):
     record.write(tmp_path / "run", recorded)
     note = Submission("local", "a title", str(tmp_path / "log"), "", "2026-01-02T00:00:00+0000")
     submission.note(tmp_path / "run", note)
@@ -98,6 +98,6 @@ def test_status_of_a_submission_does_not_take_over_the_outcome_of_an_earlier_sta
 @pytest.mark.parametrize(
     ("text", "last"), [("one\ntwo\n\n", "two"), ("0: step 3/9  loss 1\nTraceback\n", "0: step 3/9  loss 1")]
 )
-def test_the_last_line_of_a_log_is_its_last_step_or_else_its_last_text(text, last, tmp_path):
+def test_status_shows_the_last_step_line_of_a_log_or_else_its_last_nonempty_line(text, last, tmp_path):
     (tmp_path / "log").write_text(text)
     assert last_line(str(tmp_path / "log")) == last

@@ -33,7 +33,7 @@ RENDERED = {
 
 
 @pytest.mark.parametrize("name", RENDERED)
-def test_the_rendered_text_is_the_golden_file(name):
+def test_rendered_job_scripts_equal_the_golden_files(name):
     """To accept: `ACCEPT_GOLDEN=1 pytest tests/launch/jobs/test_submit.py`, and read the diff."""
     text = RENDERED[name]().replace(sys.executable, "python").replace(str(ROOT), "/checkout")
     if os.environ.get("ACCEPT_GOLDEN"):
@@ -41,7 +41,7 @@ def test_the_rendered_text_is_the_golden_file(name):
     assert text == (GOLDEN / name).read_text()
 
 
-def test_a_job_with_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(tmp_path):
+def test_a_job_with_a_deepspeed_json_uses_an_accelerate_yaml_without_deepspeed(tmp_path):
     """accelerate refuses the two together."""
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 1}}')
@@ -57,20 +57,20 @@ def test_a_job_with_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(tmp
         ({"gpus_per_node": "2", "cpus_per_task": 8}, ""),
     ],
 )
-def test_slurm_advises_to_ask_for_gpus_and_cores(flags, said, capsys):
+def test_submit_slurm_advises_gpus_per_node_and_cpus_per_task_if_they_are_missing(flags, said, capsys):
     Slurm(**flags).place(None)
     printed = " ".join(capsys.readouterr().err.split())
     assert said in printed if said else not printed
 
 
-def test_arguments_arrive_as_they_were_typed(tmp_path):
+def test_train_py_gets_special_characters_unchanged_in_a_local_job(tmp_path):
     text = Local().render(hostile_job(HOSTILE, tmp_path))
     subprocess.run(["bash", "-c", text], check=True, cwd=tmp_path)
     assert received(tmp_path) == HOSTILE and not (tmp_path / "broken").exists()
 
 
 @pytest.mark.slow
-def test_the_script_that_a_dry_run_writes_trains_when_it_is_run_by_hand(tiny_model, texts, tmp_path):
+def test_a_dry_run_job_script_run_by_hand_has_the_losses_of_one_process(tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), *STEPS, "--output_dir", str(tmp_path / "out")]
     words = ["submit", "local", "--processes_per_node", "2", "--dry_run"]
     assert main([*words, "--output", str(tmp_path / "job.sh"), "--", *flags]) == 0
@@ -82,7 +82,7 @@ def test_the_script_that_a_dry_run_writes_trains_when_it_is_run_by_hand(tiny_mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, "1"), (signal.SIGTERM, "2")])
-def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_path):
+def test_sigint_or_sigterm_to_recipes_submit_local_saves_a_checkpoint(number, processes, tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), "--max_steps", "5000", "--output_dir", str(tmp_path)]
     command = [sys.executable, "-m", "launch", "submit", "local", "--processes_per_node", processes, "--", *flags]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -111,7 +111,7 @@ def test_submit_slurm_says_that_there_is_no_sbatch(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["local --processes_per_node 2", "slurm --nodes 2 --gpus_per_node 2"])
-def test_an_accelerate_yaml_of_ones_own_replaces_the_recipes(target, tmp_path, capsys):
+def test_submit_uses_the_users_accelerate_yaml_instead_of_the_recipes_yaml(target, tmp_path, capsys):
     """With plain DDP the launcher knows nothing of the DeepSpeed that the recipe starts itself."""
     file, folder = tmp_path / "mine.yaml", ROOT / "accelerate_configs"
     words = ["submit", *target.split(), "--recipe", "memory", "--accelerate_config", str(file), "--dry_run"]

@@ -35,7 +35,7 @@ def faults(path):
 # --- With a manifest ------------------------------------------------------------------------------
 
 
-def test_a_manifest_names_what_wrote_the_checkpoint_and_every_file(checkpoint):
+def test_manifest_json_names_the_step_engine_processes_and_files_of_a_checkpoint(checkpoint):
     contents = manifest_of(checkpoint)
     assert (contents["step"], contents["engine"], contents["world_size"]) == (4, "one process", 1)
     assert set(FILES) <= set(contents["files"])
@@ -43,7 +43,7 @@ def test_a_manifest_names_what_wrote_the_checkpoint_and_every_file(checkpoint):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_damage_to_any_file_is_named(name, checkpoint):
+def test_a_changed_or_missing_checkpoint_file_is_named(name, checkpoint):
     file = checkpoint / name
     whole = file.read_bytes()
     half = len(whole) // 2
@@ -54,7 +54,7 @@ def test_any_damage_to_any_file_is_named(name, checkpoint):
     assert faults(checkpoint) == [f"{name} is missing"]
 
 
-def test_a_damaged_manifest_is_a_fault(checkpoint):
+def test_a_damaged_manifest_json_invalidates_the_checkpoint(checkpoint):
     file = checkpoint / "manifest.json"
     whole = file.read_bytes()
     for content in (
@@ -68,7 +68,7 @@ def test_a_damaged_manifest_is_a_fault(checkpoint):
         assert faults(checkpoint) == ["manifest.json is damaged"]
 
 
-def test_all_is_on_the_disk_before_the_manifest_says_so(checkpoint, monkeypatch):
+def test_every_checkpoint_file_is_flushed_to_disk_before_the_manifest_is_committed(checkpoint, monkeypatch):
     """A machine that crashes loses what was not flushed, and `rotate` deletes after `commit`."""
     flush, seen = checkpoints.flush, []
     monkeypatch.setattr(
@@ -81,7 +81,7 @@ def test_all_is_on_the_disk_before_the_manifest_says_so(checkpoint, monkeypatch)
     assert seen[-1] == (checkpoint, True)
 
 
-def test_the_folder_must_have_the_number_of_its_step_or_no_number(checkpoint):
+def test_a_checkpoint_folder_must_be_numbered_with_its_step_or_not_numbered(checkpoint):
     moved = checkpoint.rename(checkpoint.with_name("checkpoint-40"))
     assert faults(moved) == ["trainer_state.json belongs to step 4"]
     inspected = inspect(moved.rename(checkpoint.with_name("best7")))
@@ -91,7 +91,7 @@ def test_the_folder_must_have_the_number_of_its_step_or_no_number(checkpoint):
 # --- Without a manifest ---------------------------------------------------------------------------
 
 
-def test_what_plain_trainer_wrote_is_valid_and_judged_in_part(plain):
+def test_a_checkpoint_of_plain_trainer_is_valid_and_only_partly_checked(plain):
     assert faults(plain) == []
     assert inspect(plain).notes[0].startswith("checkpoint-4 has no manifest.json: it was checked only in part")
     weights = (plain / "model.safetensors").rename(plain / "other.safetensors")
@@ -103,7 +103,7 @@ def test_what_plain_trainer_wrote_is_valid_and_judged_in_part(plain):
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["model.safetensors", *STATES]), kept=st.floats(0, 0.999))
-def test_a_file_cut_off_anywhere_is_a_fault(plain, name, kept):
+def test_a_truncated_file_in_a_checkpoint_without_a_manifest_is_reported_as_damaged(plain, name, kept):
     whole = (plain / name).read_bytes()
     (plain / name).write_bytes(whole[: int(len(whole) * kept)])
     try:
@@ -112,7 +112,7 @@ def test_a_file_cut_off_anywhere_is_a_fault(plain, name, kept):
         (plain / name).write_bytes(whole)
 
 
-def test_without_an_optimizer_it_says_what_starts_afresh(plain):
+def test_a_checkpoint_without_optimizer_pt_notes_that_optimizer_and_schedule_start_afresh(plain):
     (plain / "optimizer.pt").unlink()
     assert faults(plain) == [] and "optimizer and schedule start afresh" in inspect(plain).notes[0]
     for sharded in ("optimizer_0", "global_step4"):  # of FSDP and DeepSpeed
@@ -129,7 +129,7 @@ def steps(folder):
     return [int(path.name.rpartition("-")[2]) for path in numbered(folder)]
 
 
-def test_the_newest_valid_one_is_chosen_over_newer_damaged_ones(checkpoint, tmp_path):
+def test_the_newest_valid_checkpoint_is_chosen_over_newer_damaged_ones(checkpoint, tmp_path):
     for step in (9, 10):
         shutil.copytree(checkpoint, tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-best").mkdir()
@@ -138,7 +138,7 @@ def test_the_newest_valid_one_is_chosen_over_newer_damaged_ones(checkpoint, tmp_
     assert (newest.step, [found.step for found in damaged], steps(tmp_path)) == (4, [10, 9], [10, 9, 4])
 
 
-def test_a_damaged_one_is_renamed_with_all_its_files(checkpoint):
+def test_a_damaged_checkpoint_is_renamed_with_all_its_files(checkpoint):
     before = {file.name for file in checkpoint.iterdir()}
     checkpoint.with_name("damaged-checkpoint-4").mkdir()
     kept = checkpoints.archive_damaged(checkpoint)
@@ -155,7 +155,7 @@ def test_a_damaged_one_is_renamed_with_all_its_files(checkpoint):
         ([9, 10, 11], 11, 2, None, [11, 10]),
     ],
 )
-def test_rotation_deletes_the_lowest_steps_whatever_the_checkpoints_times(there, newest, limit, best, left, tmp_path):
+def test_rotation_deletes_checkpoints_by_step_and_not_by_mtime(there, newest, limit, best, left, tmp_path):
     for step in reversed(there):  # the newest has the oldest time
         (tmp_path / f"checkpoint-{step}").mkdir()
     rotate(tmp_path / f"checkpoint-{newest}", limit, str(tmp_path / f"checkpoint-{best}") if best else None)

@@ -20,7 +20,7 @@ def of_three(tmp_path):
     return checkpoint
 
 
-def test_a_failed_conversion_says_why_and_leaves_nothing(of_three, tmp_path):
+def test_a_failed_conversion_to_another_number_of_processes_says_why_and_leaves_no_files(of_three, tmp_path):
     said = []
     with pytest.raises(RuntimeError, match=r"checkpoint-8 could not be converted.*: .*Error"):
         AnyWorld(tmp_path, World(), 2, said.append).prepare(of_three)

@@ -62,14 +62,14 @@ def test_a_run_json_given_as_config_does_not_set_output_dir(tmp_path):
     assert not again.explicit("output_dir")
 
 
-def test_the_global_batch_stays_in_another_world(tmp_path):
+def test_a_run_json_as_config_keeps_the_global_batch_with_another_number_of_processes(tmp_path):
     file = recorded(tmp_path, resolve(place=here(2, hardware=CPU)))
     assert resolve(["--config", file], here(4, hardware=CPU)).batch.total == 16
     (problem,) = resolve(["--config", file], here(3, hardware=CPU)).problems
     assert (problem.subject, problem.source) == ("global_batch_size", file)
 
 
-def test_the_micro_batch_that_a_fit_found_is_kept_in_the_same_world(tmp_path):
+def test_a_run_json_as_config_keeps_the_micro_batch_of_fit_for_the_same_process_count(tmp_path):
     run = resolve(["--fit"], here(2, hardware=CPU))
     file = recorded(tmp_path, replace(run, batch=Batch(2, 4, 2, "the largest that ran here", FIT)))
     again = resolve(["--config", file], here(2, hardware=CPU))
@@ -78,14 +78,14 @@ def test_the_micro_batch_that_a_fit_found_is_kept_in_the_same_world(tmp_path):
     assert (elsewhere.batch.micro, elsewhere["fit"]) == (4, True)
 
 
-def test_a_recorded_max_length_that_the_model_lowered_is_kept(tmp_path):
+def test_a_run_json_as_config_keeps_a_max_length_lowered_to_the_models_limit(tmp_path):
     run = resolve(["--model_name_or_path", "gpt2"], here(hardware=CPU)).limited(
         "max_length", 512, "the longest sequence"
     )
     assert resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))["max_length"] == 512
 
 
-def test_another_versions_values_are_taken_from_the_record_if_they_are_legal_here(tmp_path):
+def test_a_run_json_of_another_version_sets_its_recorded_values_unless_they_are_invalid(tmp_path):
     file = Path(recorded(tmp_path, resolve(["--recipe", "fast"], here(hardware=CPU))))
     content = json.loads(file.read_text())
     content["settings"]["logging_steps"]["value"] = 77  # what an older `fast` said
@@ -97,14 +97,14 @@ def test_another_versions_values_are_taken_from_the_record_if_they_are_legal_her
     assert (again["logging_steps"], again["adam_beta2"], again["seed"], again.problems) == (77, 0.95, 42, ())
 
 
-def test_what_another_machine_decides_is_decided_anew(tmp_path):
+def test_hardware_dependent_settings_of_a_run_json_are_decided_anew_on_another_machine(tmp_path):
     file = recorded(tmp_path, resolve(["--recipe", "fast"], here(hardware=machine(A100))))
     again = resolve(["--config", file], here(hardware=CPU))
     assert (again["bf16"], again["torch_compile"], again["use_cpu"]) == (False, False, True)
     assert not again.problems
 
 
-def test_a_file_that_is_not_here_is_found_where_the_run_found_it(tmp_path, monkeypatch):
+def test_a_relative_path_in_run_json_falls_back_to_the_folder_where_the_run_started(tmp_path, monkeypatch):
     for name in ("then", "now"):
         (tmp_path / name).mkdir()
     (tmp_path / "then" / "texts.txt").write_text("a text\n")
@@ -130,7 +130,7 @@ def test_a_changed_byte_anywhere_changes_the_fingerprint_of_data(place, tmp_path
     assert fingerprints.differ(before, fingerprints.of_data(str(file)))
 
 
-def test_a_hidden_file_is_no_part_of_a_folder_of_data(tmp_path):
+def test_a_hidden_file_does_not_change_the_fingerprint_of_a_data_folder(tmp_path):
     (tmp_path / "data.txt").write_text("a text")
     before = fingerprints.of_data(str(tmp_path))
     (tmp_path / ".DS_Store").write_text("of a file manager")
@@ -140,7 +140,7 @@ def test_a_hidden_file_is_no_part_of_a_folder_of_data(tmp_path):
 # --- Secrets --------------------------------------------------------------------------------------
 
 
-def test_no_secret_is_ever_in_a_record(tmp_path, monkeypatch):
+def test_run_json_never_holds_a_secret_from_environment_flags_or_recipe(tmp_path, monkeypatch):
     """Neither one of the environment, nor one that was typed, nor one in a recipe of one's own."""
     token, similar, variable = "w4ndbS3cret", f"hf_{'aB3' * 10}", f"hf_{'xY7' * 10}"
     recipe = tmp_path / "mine.yaml"
@@ -153,7 +153,7 @@ def test_no_secret_is_ever_in_a_record(tmp_path, monkeypatch):
     assert HIDDEN in text and not any(secret in text for secret in (token, similar, variable))
 
 
-def test_a_hub_token_that_the_record_hides_must_be_given_again(tmp_path):
+def test_a_hub_token_hidden_in_run_json_must_be_given_again(tmp_path):
     file = recorded(tmp_path, resolve(["--hub_token", "mine", "--push_to_hub"], here(hardware=CPU)))
     (problem,) = resolve(["--config", file], here(hardware=CPU, environment={})).problems
     assert (problem.subject, "HF_TOKEN" in problem.fix) == ("hub_token", True)
@@ -163,7 +163,7 @@ def test_a_hub_token_that_the_record_hides_must_be_given_again(tmp_path):
     assert (typed.problems, typed["hub_token"]) == ((), "mine")
 
 
-def test_an_environment_variable_that_is_a_secret_or_a_path_is_not_recorded(monkeypatch):
+def test_run_json_records_no_environment_variable_that_holds_a_secret_or_a_path(monkeypatch):
     left_out = ["HF_TOKEN", "NCCL_SECRET", "TORCH_API_KEY", "HF_HOME", "TORCH_EXTENSIONS_DIR", "PATH"]
     monkeypatch.setattr(record, "first_environment", lambda: {**dict.fromkeys(left_out, "x"), "NCCL_DEBUG": "INFO"})
     assert record.environment() == {"NCCL_DEBUG": "INFO"}
@@ -183,7 +183,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("text", [*HOLD_A_SECRET, *HARMLESS], ids=lambda text: text[:30])
-def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text):
+def test_run_json_records_only_the_hash_of_a_file_that_seems_to_hold_a_secret(text):
     recorded = secrets.recorded_text(text)  # and does not take hours
     assert recorded.startswith(HIDDEN) if text in HOLD_A_SECRET else recorded[:100] == text[:100]
     assert text not in HOLD_A_SECRET or "Jal" not in recorded
@@ -192,7 +192,7 @@ def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text):
 # --- The fields -----------------------------------------------------------------------------------
 
 
-def test_every_field_of_a_record_is_explained_and_every_explained_one_is_written(tiny_model, texts, tmp_path):
+def test_run_json_has_exactly_the_fields_that_are_documented(tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "12", "--packing")
     by_trainer = {name for name in outcome.record if name.startswith(("train_", "total_flos", "epoch"))}
     assert set(outcome.record) - by_trainer == set(record.FIELDS) - {

@@ -122,7 +122,7 @@ def test_a_resume_skips_damaged_checkpoints_and_repeats_the_losses(whole_run, an
     assert (stopped / "damaged-checkpoint-4" / "model.safetensors").exists()
 
 
-def test_a_save_that_was_cut_short_loses_only_itself(stopped, found):
+def test_an_incomplete_checkpoint_is_deleted_and_the_run_resumes_from_the_one_before(stopped, found):
     checkpoints.begin(stopped / "checkpoint-6", 6, "one process", 1)
     earlier = found(stopped)
     assert (earlier.step, (stopped / "checkpoint-6").exists()) == (4, False)
@@ -130,7 +130,7 @@ def test_a_save_that_was_cut_short_loses_only_itself(stopped, found):
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"settings": 3, "world_size": "two"}', "a bit"])
-def test_a_damaged_record_never_stops_a_run(content, another_run, stopped, found):
+def test_a_damaged_run_json_does_not_prevent_a_resume(content, another_run, stopped, found):
     """Its newest checkpoint then says which run the folder belongs to."""
     replace(stopped, 2, another_run)
     file = stopped / "run.json"
@@ -148,7 +148,7 @@ def test_without_a_valid_checkpoint_training_starts_over(stopped, found):
     assert (earlier.checkpoint, earlier.step) == (None, 0) and "training starts over" in earlier.notes
 
 
-def test_the_newest_complete_checkpoint_is_the_runs_own(another_run, stopped):
+def test_newest_complete_skips_unfinished_checkpoints_and_those_of_another_run(another_run, stopped):
     checkpoints.begin(stopped / "checkpoint-6", 6, "one process", 1)
     assert newest_complete(stopped).name == "checkpoint-4"
     replace(stopped, 4, another_run)
@@ -160,14 +160,14 @@ def test_a_resume_reports_settings_that_have_changed(flags, stopped, found):
     assert f"{flags.split()[0][2:]} was " in found(stopped, *SIX_STEPS, *flags.split()).notes
 
 
-def test_the_same_contents_elsewhere_are_the_same_run(stopped, found, tiny_model, texts, tmp_path):
+def test_a_run_resumes_if_the_same_model_and_data_are_at_another_path(stopped, found, tiny_model, texts, tmp_path):
     """Azure ML mounts data and models at another path at every start."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     data = shutil.copy(texts, tmp_path / "rows.jsonl")
     assert found(stopped, model=model, data=data).step == 6
 
 
-def test_a_run_killed_after_its_last_evaluation_reports_it_and_takes_no_step_more(tiny_model, texts, tmp_path):
+def test_a_run_killed_after_its_last_evaluation_reports_the_eval_loss_without_more_steps(tiny_model, texts, tmp_path):
     flags = [*SPLIT, *"--max_steps 2 --save_steps 2 --eval_strategy steps --eval_steps 2".split()]
     once = train_here(tiny_model, texts, tmp_path, *flags)
     rewrite(tmp_path, status="running")
@@ -176,7 +176,7 @@ def test_a_run_killed_after_its_last_evaluation_reports_it_and_takes_no_step_mor
     assert (again.code, again.record["global_step"], again.record["status"]) == (0, 2, "finished")
 
 
-def test_a_resume_with_more_steps_uses_the_callbacks_of_its_own_flags(tiny_model, texts, tmp_path):
+def test_a_resume_uses_the_evaluation_and_early_stopping_of_the_new_flags(tiny_model, texts, tmp_path):
     """Trainer looks up the state of each callback."""
     none = "--logging_steps 1 --eval_strategy no --eval_steps 2".split()
     data = [*SPLIT, "--learning_rate", "1e-3"]
@@ -204,13 +204,13 @@ def refused(run) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"), [("--packing", "with packing False, not True"), ("--optim sgd", "optim adamw_torch")]
 )
-def test_another_training_is_refused(flags, words, status, finished, asked):
+def test_an_output_dir_that_holds_a_run_with_other_settings_is_refused(flags, words, status, finished, asked):
     rewrite(finished, status=status)
     said = refused(asked(finished, *SIX_STEPS, *flags.split()))
     assert words in said and "another --output_dir, or --fresh" in said
 
 
-def test_data_with_other_contents_are_another_training(finished, asked, texts, tmp_path):
+def test_an_output_dir_that_holds_a_run_whose_data_has_changed_is_refused(finished, asked, texts, tmp_path):
     data = tmp_path / texts.name
     data.write_text(texts.read_text().replace("Example 3 ", "Sample 3 "))
     settings = read_record(finished)["settings"]
@@ -232,7 +232,7 @@ def test_a_resume_of_adapters_on_a_changed_base_model_is_refused(name, tiny_mode
         assert "model as it was, not as it is now" in refused(run)
 
 
-def test_a_branch_of_the_hub_that_has_moved_is_another_model(finished, asked, found, tmp_path, monkeypatch):
+def test_a_new_hub_model_commit_is_refused_and_model_revision_is_advised(finished, asked, found, tmp_path, monkeypatch):
     refs = tmp_path / "hub" / "models--org--name" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text("b" * 40)
@@ -246,7 +246,7 @@ def test_a_branch_of_the_hub_that_has_moved_is_another_model(finished, asked, fo
     assert found(at_step(finished, 4), model="org/name").kept["model"] == "commit " + "a" * 40
 
 
-def test_data_of_the_hub_that_has_moved_is_reported(stopped, asked):
+def test_a_resume_notes_that_a_hub_dataset_has_a_new_commit(stopped, asked):
     settings = read_record(stopped)["settings"]
     named = {**settings["dataset_name"], "value": "org/rows"}
     rewrite(stopped, data="commit a", settings={**settings, "dataset_name": named})
@@ -269,7 +269,7 @@ def test_checkpoints_of_another_engine_are_refused(engine, tmp_path):
     assert f"written with {engine}, and FSDP2" in refused(run)
 
 
-def test_a_shorter_training_than_the_checkpoints_is_refused(stopped, found):
+def test_max_steps_or_epochs_below_those_of_the_newest_checkpoint_are_refused(stopped, found):
     """Its model would be saved as that of a shorter training. The advice has it saved as it is."""
     with pytest.raises(UserError, match="checkpoint-6 has trained 6 steps already, more than 2") as caught:
         found(stopped, *other("--max_steps", "2"))
@@ -281,7 +281,7 @@ def test_a_shorter_training_than_the_checkpoints_is_refused(stopped, found):
         found(stopped, *"--num_train_epochs 2 --learning_rate 1e-3".split())
 
 
-def test_a_model_that_was_not_trained_there_is_not_overwritten(asked, tiny_model, tmp_path):
+def test_an_output_dir_that_holds_a_model_without_a_valid_run_json_is_refused(asked, tiny_model, tmp_path):
     model = shutil.copytree(tiny_model, tmp_path / "model")
     assert "would overwrite the model" in refused(asked(model))
     (model / "run.json").write_text("{")  # of a finished run without checkpoints
@@ -304,7 +304,7 @@ def test_an_output_dir_that_another_run_is_writing_to_is_refused(asked, tmp_path
         os.close(handle)
 
 
-def test_another_learning_rate_is_refused_with_the_one_that_continues(asked, stopped):
+def test_a_changed_learning_rate_is_refused_with_the_rate_that_continues_the_run(asked, stopped):
     said = refused(asked(stopped, *other("--learning_rate", "5e-3")))
     assert "holds a run with learning_rate 0.001, not 0.005" in said
     assert "use --learning_rate 0.001 to continue, another --output_dir, or --fresh" in said
@@ -314,7 +314,7 @@ def test_another_learning_rate_is_refused_with_the_one_that_continues(asked, sto
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(finished, tiny_model, texts):
+def test_a_refused_or_finished_run_tokenizes_nothing_and_changes_no_file(finished, tiny_model, texts):
     flip(finished / "checkpoint-6" / "optimizer.pt")
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     outcome = train_here(tiny_model, texts, finished, *SIX_STEPS, "--packing")
@@ -339,13 +339,13 @@ def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(f
     ("flags", "longer"),
     [(other("--max_steps", "8"), True), (["--num_train_epochs", "1"], True), (other("--max_steps", "5"), False)],
 )
-def test_a_finished_run_goes_on_if_more_is_asked_for(flags, longer, finished, found):
+def test_a_finished_run_resumes_only_if_more_steps_or_epochs_are_given(flags, longer, finished, found):
     earlier = found(finished, *flags)
     assert (earlier.finished, earlier.step) == (not longer, 6)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_damaged_model_is_named(name, finished, found):
+def test_a_finished_run_names_model_files_that_changed_or_are_missing(name, finished, found):
     assert found(finished).notes == ""
     (finished / name).write_bytes(bytes((finished / name).stat().st_size))
     assert found(finished).notes.startswith(f"{name} has changed since it was written: ")
@@ -353,7 +353,7 @@ def test_a_damaged_model_is_named(name, finished, found):
     assert found(finished).notes.startswith(f"{name} is missing: ")
 
 
-def test_fresh_starts_over_and_deletes_nothing(whole_run, finished, tiny_model, texts):
+def test_fresh_starts_over_and_keeps_the_earlier_run_in_a_renamed_folder(whole_run, finished, tiny_model, texts):
     assert train_here(tiny_model, finished / "missing.jsonl", finished, *SIX_STEPS, "--fresh").code == 2
     assert (finished / "model.safetensors").exists()
     fresh = train_here(tiny_model, texts, finished, *SIX_STEPS, "--fresh")
@@ -362,7 +362,7 @@ def test_fresh_starts_over_and_deletes_nothing(whole_run, finished, tiny_model, 
     assert (finished.with_name("run.old-1") / "model.safetensors").exists() and "run.old-1" in fresh.output
 
 
-def test_fresh_leaves_other_folders_alone(finished, asked, tmp_path, monkeypatch):
+def test_fresh_does_not_rename_a_folder_that_holds_no_run_or_the_current_folder(finished, asked, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     make_room(asked(tmp_path / "mine", "--fresh"))
@@ -372,7 +372,7 @@ def test_fresh_leaves_other_folders_alone(finished, asked, tmp_path, monkeypatch
         make_room(asked(".", "--fresh"))
 
 
-def test_a_converted_copy_that_a_killed_run_has_left_is_removed(finished, asked):
+def test_a_converted_checkpoint_left_by_a_killed_run_is_removed(finished, asked):
     (finished / "converted-checkpoint-2" / "tmp").mkdir(parents=True)
     make_room(asked(finished))
     assert not list(finished.glob("converted-*"))
@@ -399,7 +399,7 @@ def begun(begun_run, tmp_path):
     return folder, ["--resume_from_checkpoint", str(begun_run / "whole" / "checkpoint-2")]
 
 
-def test_a_repeated_start_from_a_named_checkpoint_goes_on_from_its_own_newest(begun, found):
+def test_a_requeued_run_with_resume_from_checkpoint_continues_at_its_own_newest_checkpoint(begun, found):
     """A job that is queued again would lose all steps since its first start."""
     folder, named = begun
     again = found(folder, *SIX_STEPS, *named)
@@ -407,13 +407,13 @@ def test_a_repeated_start_from_a_named_checkpoint_goes_on_from_its_own_newest(be
     assert again.identity == read_record(folder)["run"]
 
 
-def test_a_run_without_a_checkpoint_or_with_another_seed_starts_at_the_named_one_again(begun, begun_run, found):
+def test_a_run_without_own_checkpoints_or_with_a_new_seed_restarts_at_resume_from_checkpoint(begun, begun_run, found):
     (folder, named), start = begun, begun_run / "whole" / "checkpoint-2"
     assert found(folder, *other("--seed", "7"), *named).checkpoint == start
     assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == start
 
 
-def test_a_named_checkpoint_overwrites_no_finished_run(begun, asked, finished, tmp_path):
+def test_resume_from_checkpoint_does_not_overwrite_a_finished_run(begun, asked, finished, tmp_path):
     folder, named = begun
     assert "which a resume from" in refused(asked(finished, *SIX_STEPS, *named))
     assert "with packing False, not True" in refused(asked(tmp_path / "new", *SIX_STEPS, "--packing", *named))
@@ -421,7 +421,7 @@ def test_a_named_checkpoint_overwrites_no_finished_run(begun, asked, finished, t
     assert look_ahead(asked(folder, *SIX_STEPS, *named))
 
 
-def test_a_checkpoint_given_up_for_an_earlier_one_is_never_resumed(finished, found, tiny_model, texts, tmp_path):
+def test_a_checkpoint_abandoned_by_resume_from_checkpoint_is_not_resumed(finished, found, tiny_model, texts, tmp_path):
     """It went back to step 2 with another seed, and was killed before its first checkpoint."""
     (finished / "checkpoint-6" / "rng_state_1.pth").touch()
     given_up = shutil.copytree(at_step(finished, 6) / "checkpoint-6", tmp_path / "given-up")
@@ -435,13 +435,13 @@ def test_a_checkpoint_given_up_for_an_earlier_one_is_never_resumed(finished, fou
     assert again.checkpoint == finished / "checkpoint-2" and "it belongs to another run" in again.notes
 
 
-def test_too_small_a_disk_is_refused_before_training(asked, tmp_path):
+def test_a_run_that_needs_more_than_the_free_disk_space_is_refused_before_training(asked, tmp_path):
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(UserError, match="but this run saves about"):
         make_room(asked(tmp_path), 2 * free)
 
 
-def test_an_optimizer_that_does_not_fit_the_model_is_refused(stopped, tiny_model, texts):
+def test_a_resume_with_an_optimizer_pt_that_does_not_fit_the_model_is_refused(stopped, tiny_model, texts):
     (at_step(stopped, 4) / "checkpoint-4" / "manifest.json").unlink()
     file = stopped / "checkpoint-4" / "optimizer.pt"
     state = torch.load(file)

@@ -18,7 +18,7 @@ SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 2 --learning_rate 1
 KEEPS_ONE = " ".join(SIX_STEPS).replace("limit 2", "limit 1").split()
 
 
-def test_the_two_newest_are_kept_and_complete_and_hold_no_token(tiny_model, texts, tmp_path):
+def test_save_total_limit_2_keeps_the_two_newest_checkpoints_without_the_hub_token(tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path, *SIX_STEPS, "--hub_token", "hf_verysecret")
     assert steps(tmp_path) == [6, 4] and "verysecret" not in outcome.output
     assert all(inspect(path).valid and not inspect(path).notes for path in numbered(tmp_path))
@@ -27,7 +27,7 @@ def test_the_two_newest_are_kept_and_complete_and_hold_no_token(tiny_model, text
     assert not any(b"verysecret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_an_older_one_stays_until_the_new_one_is_complete(tiny_model, texts, tmp_path, monkeypatch):
+def test_the_older_checkpoint_is_kept_until_the_new_checkpoint_is_complete(tiny_model, texts, tmp_path, monkeypatch):
     """The disk takes nothing more while checkpoint-4 is completed in the background."""
     commit, seen = checkpoints.commit, []
 
@@ -48,7 +48,7 @@ def test_an_older_one_stays_until_the_new_one_is_complete(tiny_model, texts, tmp
     assert resumed.code == 0 and "checkpoint-2, step 2" in resumed.output
 
 
-def test_a_damaged_best_model_is_not_loaded(tiny_model, texts, tmp_path, monkeypatch):
+def test_load_best_model_at_end_does_not_load_a_damaged_checkpoint(tiny_model, texts, tmp_path, monkeypatch):
     commit = checkpoints.commit
 
     def damage_two(folder, names):
@@ -68,7 +68,7 @@ def test_a_damaged_best_model_is_not_loaded(tiny_model, texts, tmp_path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["a disk for both", "a disk each"])
-def test_two_nodes_leave_one_checkpoint(shared, tiny_model, texts, tmp_path):
+def test_the_checkpoint_of_two_nodes_is_valid_on_a_shared_and_on_separate_disks(shared, tiny_model, texts, tmp_path):
     """On a disk that both see, the manifest names the files of both."""
     outputs = [tmp_path / "first", tmp_path / ("first" if shared else "second")]
     world = {**launchers_environment(2, "standard.yaml", []), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}

@@ -19,14 +19,14 @@ def resumed(tiny_model, texts, tmp_path_factory):
     return output
 
 
-def test_each_start_is_recorded_with_its_steps_processes_and_time(resumed):
+def test_run_json_records_the_steps_processes_and_time_of_each_start(resumed):
     first, second = record.read(resumed)["sessions"]
     assert (first["from_step"], second["from_step"]) == (0, 3)
     assert first["status"] == second["status"] == "finished" and min(first["seconds"], second["seconds"]) > 0
     assert first["world_size"] == 1 and first["versions"] == second["versions"] == record.read(resumed)["versions"]
 
 
-def test_compare_adds_up_the_time_of_all_starts_or_says_none_if_one_was_killed(resumed):
+def test_compare_sums_the_train_runtime_of_all_starts_and_omits_it_if_one_is_missing(resumed):
     whole = record.read(resumed)
     earlier = whole["sessions"][0]["seconds"]
     assert results([whole])["train_runtime"] == [whole["train_runtime"] + earlier]
@@ -34,7 +34,7 @@ def test_compare_adds_up_the_time_of_all_starts_or_says_none_if_one_was_killed(r
     assert "train_runtime" not in results([whole])
 
 
-def test_an_exact_rerun_refuses_a_run_of_several_worlds(resumed, tmp_path, capsys, monkeypatch):
+def test_rerun_exact_refuses_a_run_that_was_resumed_with_other_process_counts(resumed, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = record.read(resumed)
     whole["sessions"][0]["world_size"] = 2

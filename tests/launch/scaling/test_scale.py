@@ -52,7 +52,7 @@ def advice(alone: list[Timing], row: Timing) -> list[Advice]:
 
 
 @pytest.mark.slow
-def test_a_healthy_run_has_no_cause_and_says_what_it_timed(alone, healthy, tiny_model):
+def test_a_healthy_scaling_run_has_no_cause_except_cpu_contention_and_records_its_timings(alone, healthy, tiny_model):
     from safetensors import safe_open
 
     (series,) = analyse([*alone[:1], healthy])
@@ -67,7 +67,7 @@ def test_a_healthy_run_has_no_cause_and_says_what_it_timed(alone, healthy, tiny_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not emulated.can_emulate_links(), reason="emulating a link needs root, ip netns and tc with tbf")
-def test_a_slow_link_is_negative_scaling_and_compression_gains_what_was_predicted(alone, measured):
+def test_communication_is_the_cause_on_a_slow_link_and_compression_gains_as_predicted(alone, measured):
     with emulated.link(LINK) as namespace:
         slow = measured(2, 16, namespace=namespace)
         found = verdict(alone, slow)
@@ -95,7 +95,7 @@ def test_sync_each_batch_exchanges_gradients_in_every_micro_batch(measured):
     assert measured(2, 16, "--accelerator_config", each).syncs == 2
 
 
-def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
+def test_measure_does_not_change_the_losses_or_weights_of_a_training(tiny_model, texts, tmp_path):
     flags = ["--max_steps", "6", "--logging_steps", "1"]
     plain = train_here(tiny_model, texts, tmp_path / "plain", *flags)
     measured = train_here(tiny_model, texts, tmp_path / "measured", *flags, "--measure", str(tmp_path / "t.jsonl"))
@@ -108,7 +108,7 @@ def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
 
 
 @pytest.mark.slow
-def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model, texts, tmp_path):
+def test_scale_run_apply_measures_a_change_and_records_its_predicted_gain(alone, healthy, tiny_model, texts, tmp_path):
     slow = dataclasses.replace(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
     command = f"--model_name_or_path {tiny_model} --dataset_name {texts} --max_length 64"
     rows = [dataclasses.replace(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
@@ -124,7 +124,7 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
 
 
 @pytest.mark.slow
-def test_if_every_run_fails_it_says_so_and_recommends_no_report(tiny_model, tmp_path, capsys):
+def test_scale_run_says_that_nothing_was_measured_if_every_run_fails(tiny_model, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"text": ""}')
     words = ["--num_processes", "1", "--repeats", "2", *model_flags(tiny_model, tmp_path / "bad.jsonl")]
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 1
@@ -135,14 +135,14 @@ def test_if_every_run_fails_it_says_so_and_recommends_no_report(tiny_model, tmp_
     assert "scale report" not in printed.out
 
 
-def test_timings_of_another_training_are_not_mixed(tmp_path, capsys):
+def test_scale_run_refuses_an_output_folder_with_timings_of_another_training(tmp_path, capsys):
     append(tmp_path / "timings.jsonl", [Timing(1, 10.0, name="demonstration", command="--seed 1")])
     assert main(["scale", "run", "--learning_rate", "1", "--output", str(tmp_path)]) == 2
     said = "holds timings of demonstration with --seed 1, not --learning_rate 1"
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_strong_and_weak_scaling_share_the_run_at_the_largest_size():
+def test_strong_and_weak_scaling_share_the_run_with_the_most_processes():
     both = ("strong", "weak")
     found = [(point.num_processes, point.global_batch, point.series) for point in points([], both, sizes=[1, 2, 4])]
     expected = [(1, 16, both[:1]), (1, 4, both[1:]), (2, 16, both[:1]), (2, 8, both[1:]), (4, 16, both)]

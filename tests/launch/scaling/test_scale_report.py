@@ -86,7 +86,7 @@ def unpictured(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
-def test_every_file_is_there_and_every_picture_shows_something(folder):
+def test_scale_report_writes_every_table_and_plot_and_no_plot_is_blank(folder):
     from PIL import Image
 
     pictures = {f"bert_{kind}.{form}" for kind in KINDS for form in ("png", "svg", "pdf")}
@@ -99,7 +99,7 @@ def test_every_file_is_there_and_every_picture_shows_something(folder):
         assert b"<svg" in (folder / f"bert_{kind}.svg").read_bytes()
 
 
-def test_the_csv_holds_the_numbers_of_the_analysis(folder):
+def test_comprehensive_summary_csv_holds_the_numbers_of_the_scaling_analysis(folder):
     with (folder / "comprehensive_summary.csv").open(newline="") as stream:
         rows = {(row["recipe"], row["scaling"], int(row["num_processes"])): row for row in csv.DictReader(stream)}
     assert len(rows) == 9
@@ -151,14 +151,14 @@ def test_the_latex_table_compiles_in_a_plain_article(name, request, tmp_path):
     assert done.returncode == 0 and "Overfull" not in done.stdout, done.stdout
 
 
-def test_the_latex_table_holds_a_row_for_each_size(folder):
+def test_the_latex_table_has_a_row_for_each_number_of_processes(folder):
     table = (folder / "summary_table.tex").read_text()
     assert len(re.findall(r"^\d+ &.*\\\\$", table, flags=re.M)) == 9
     assert r"4 & 25.20 [24.95, 25.83] & 127.0 & 0.70 & 17.6\% & negative scaling & 0.9200 \\" in table
 
 
 @pytest.mark.parametrize("name", ["folder", "odd_folder"])
-def test_the_page_refers_to_nothing_but_itself_and_forbids_requests(name, request):
+def test_the_html_report_loads_nothing_external_and_its_csp_forbids_requests(name, request):
     page = (request.getfixturevalue(name) / "report.html").read_text()
     references = re.findall(r"""\b(?:src|href|action|poster)\s*=\s*["']?([^"']*)""", page)
     assert all(reference.startswith("data:image/png;base64,") for reference in references)
@@ -167,7 +167,7 @@ def test_the_page_refers_to_nothing_but_itself_and_forbids_requests(name, reques
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in page
 
 
-def test_the_page_begins_with_the_verdicts_and_says_how_to_read_its_pictures(folder):
+def test_the_html_report_begins_with_the_verdicts_and_each_picture_has_an_alt_text(folder):
     page = (folder / "report.html").read_text()
     assert page.index("negative scaling") < page.index("<img") < page.index("<caption>bert, fast")
     alts = re.findall(r'<img alt="([^"]+)"', page)
@@ -177,7 +177,7 @@ def test_the_page_begins_with_the_verdicts_and_says_how_to_read_its_pictures(fol
 # --- What people have ----------------------------------------------------------------------------
 
 
-def test_odd_names_become_files_that_stay_apart_in_the_folder(odd_folder):
+def test_training_names_with_special_characters_become_distinct_file_names(odd_folder):
     pictures = sorted(path.name for path in odd_folder.glob("*_speedup_efficiency.png"))
     stems = ["A-2", "a-3", "a_b_c_x_y_1_script_é"]
     assert pictures == [f"{stem}_speedup_efficiency.png" for stem in stems]
@@ -195,13 +195,13 @@ def test_odd_names_become_files_that_stay_apart_in_the_folder(odd_folder):
     ],
     ids=["one size", "no series"],
 )
-def test_only_pictures_with_numbers_are_drawn(rows, kinds, tmp_path):
+def test_the_scale_report_draws_only_plots_that_have_data(rows, kinds, tmp_path):
     pytest.importorskip("matplotlib")
     written = [path.name for path in report(rows, tmp_path)]
     assert written == [f"training_{kind}.png" for kind in kinds] + TABLES
 
 
-def test_without_matplotlib_all_but_the_pictures_is_written_over_an_earlier_report(unpictured, tmp_path):
+def test_scale_report_without_matplotlib_replaces_an_earlier_report_by_one_without_plots(unpictured, tmp_path):
     runs = [("before: log less", 100.0, None), ("log less", 80.0, 1.3)] * 2
     rows = [Timing(2, time, samples=100, applied=applied, predicted=gain) for applied, time, gain in runs]
     assert [path.name for path in report([*ROWS, *rows], tmp_path)] == TABLES
@@ -216,7 +216,7 @@ def test_without_matplotlib_all_but_the_pictures_is_written_over_an_earlier_repo
         report(ROWS, tmp_path / "file")
 
 
-def test_the_command_prints_verdicts_and_what_it_wrote(unpictured, tmp_path, capsys):
+def test_scale_report_prints_the_verdicts_and_the_path_of_the_html_report(unpictured, tmp_path, capsys):
     file, output = tmp_path / "t.csv", tmp_path / "out"
     file.write_text("name,num_processes,epoch_time\nx,1,100\nx,4,28.65\nx,8,108.7\n")
     words = ["scale", "report", str(file), "--output", str(output)]
@@ -227,7 +227,7 @@ def test_the_command_prints_verdicts_and_what_it_wrote(unpictured, tmp_path, cap
     assert str(output / "report.html") in printed
 
 
-def test_a_picture_marks_negative_scaling_and_names_it_once_in_its_legend(monkeypatch):
+def test_a_plot_marks_negative_scaling_with_a_cross_and_names_it_once_in_the_legend(monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib import figure
 

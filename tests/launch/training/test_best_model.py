@@ -31,7 +31,7 @@ def same(first, second) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_best_weights_are_saved_with_their_own_metrics_and_the_summary_says_so(tiny_model, texts, tmp_path):
+def test_load_best_model_at_end_saves_the_best_weights_and_metrics_and_prints_their_step(tiny_model, texts, tmp_path):
     flags = [*EVERY_SECOND, *FIRST_IS_BEST, "--max_steps", "5", "--save_total_limit", "9"]
     outcome = train_here(tiny_model, texts, tmp_path, *flags)
     assert (outcome.record["model_step"], outcome.record["global_step"]) == (2, 5)
@@ -47,7 +47,7 @@ def test_a_last_step_that_was_not_evaluated_is_evaluated_at_the_end(tiny_model, 
     assert list(evaluated(outcome)) == [2] and outcome.record["eval_loss"] == evaluated(outcome)[2][0]
 
 
-def test_a_resumed_run_still_knows_the_best_also_in_a_folder_that_a_cloud_mounts_elsewhere(tiny_model, texts, tmp_path):
+def test_a_resumed_run_keeps_the_best_checkpoint_even_if_output_dir_has_moved(tiny_model, texts, tmp_path):
     """With one checkpoint to keep, the best and the newest stay."""
     flags, folder = [*EVERY_SECOND, *FIRST_IS_BEST], tmp_path / "one"
     first = train_here(tiny_model, texts, folder, *flags, *"--max_steps 4 --save_total_limit 2".split())
@@ -62,7 +62,7 @@ def test_a_resumed_run_still_knows_the_best_also_in_a_folder_that_a_cloud_mounts
     assert again.record["model_step"] == 2
 
 
-def test_a_best_step_without_checkpoint_is_warned_of_and_the_summary_says_so(tiny_model, texts, tmp_path):
+def test_a_best_step_without_a_checkpoint_is_warned_of_and_the_last_model_is_saved(tiny_model, texts, tmp_path):
     flags = f"--eval_strategy steps --eval_steps 1 --save_steps 2 --max_steps 2 {SPLIT} --learning_rate 1e-3".split()
     outcome = train_here(tiny_model, texts, tmp_path, *flags, *FIRST_IS_BEST)
     assert "is 2: fewer models are saved than evaluated" in outcome.output

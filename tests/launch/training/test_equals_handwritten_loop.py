@@ -18,7 +18,7 @@ JOINED = ("--packing", "--packing_strategy", "wrapped")
     ("recipe", "micro", "accumulation", "bf16"),
     [("baseline", 4, 4, False), ("standard", 4, 4, False), ("fast", 8, 2, False), ("fast", 8, 2, True)],
 )
-def test_losses_are_those_of_the_loop(tiny_model, texts, tmp_path, recipe, micro, accumulation, bf16):
+def test_a_recipe_has_the_losses_of_a_handwritten_loop(tiny_model, texts, tmp_path, recipe, micro, accumulation, bf16):
     flags = f"--recipe {recipe} --max_steps {STEPS} --learning_rate {RATE} --logging_steps 1"
     order = "--train_sampling_strategy sequential --dataloader_drop_last --num_train_epochs 10"
     outcome = train_here(

@@ -29,7 +29,7 @@ DEMONSTRATIONS = [
 
 
 @pytest.mark.parametrize(("recipe", "processes"), DEMONSTRATIONS)
-def test_a_demonstration_finishes(recipe, processes, tmp_path):
+def test_the_demonstration_of_every_recipe_finishes_and_prints_only_our_lines(recipe, processes, tmp_path):
     flags = ["--recipe", recipe, "--max_steps", "2"]
     outcome = launch_quickly(*flags, output=tmp_path, processes=processes, config=RECIPES[recipe]().engine)
     assert outcome.code == 0, outcome.output
@@ -37,7 +37,7 @@ def test_a_demonstration_finishes(recipe, processes, tmp_path):
     assert not [line for line in outcome.output.splitlines() if not OURS.fullmatch(line)], outcome.output
 
 
-def test_a_recipe_in_a_script_of_ones_own_prints_nothing(tmp_path):
+def test_calling_a_recipe_function_in_a_users_script_prints_nothing(tmp_path):
     script = f"from recipes import fast; fast(output_dir={str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""

@@ -11,7 +11,7 @@ from tests.support.running import model_flags, train_here
 POSITIONS = 256  # of the tiny model, which no recipe's max_length may exceed
 
 
-def test_an_error_after_the_training_is_a_note_and_the_run_is_finished(monkeypatch, tiny_model, texts, tmp_path):
+def test_an_error_in_the_summary_or_timings_is_a_note_and_the_run_is_finished(monkeypatch, tiny_model, texts, tmp_path):
     def fail(*_):
         raise RuntimeError("something broke\nin many lines")
 
@@ -24,13 +24,13 @@ def test_an_error_after_the_training_is_a_note_and_the_run_is_finished(monkeypat
     assert outcome.output.count(note) == 2
 
 
-def test_an_error_about_a_length_that_the_model_lowered_shows_the_limit_as_source(tiny_model, tmp_path, capsys):
+def test_an_error_about_max_length_names_the_models_limit_as_the_source_of_the_value(tiny_model, tmp_path, capsys):
     data = jsonl(tmp_path, [{"text": "abc"}])
     words = [word for word in model_flags(tiny_model, data) if word not in ("--max_length", "64")]
     assert main([*words, "--output_dir", str(tmp_path), "--packing", "--packing_strategy", "wrapped"]) == 2
     assert f"too few for one packed sequence of {POSITIONS} (limit)" in capsys.readouterr().err
 
 
-def test_a_bug_keeps_its_traceback():
+def test_an_unexpected_exception_is_raised_and_not_reported_as_a_failure_of_the_run():
     with pytest.raises(AssertionError, match="no tokens"):
         report(AssertionError("no tokens"), World())

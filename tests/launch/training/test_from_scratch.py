@@ -39,7 +39,7 @@ def one_process(folder, texts, tmp_path_factory):
     return train_here(folder, texts, output, *STEPS), output
 
 
-def test_it_trains_and_saves_a_model_of_plain_transformers(folder, one_process):
+def test_from_scratch_trains_a_model_from_its_config_and_saves_it_for_transformers(folder, one_process):
     outcome, output = one_process
     assert outcome.code == 0 and f"{folder} from scratch" in outcome.output
     assert outcome.record["settings"]["from_scratch"]["value"] is True
@@ -48,7 +48,7 @@ def test_it_trains_and_saves_a_model_of_plain_transformers(folder, one_process):
     assert losses(outcome)[0] == pytest.approx(5.56, abs=0.3)  # log 260: it knows nothing
 
 
-def test_the_seed_decides_the_weights(folder):
+def test_the_seed_decides_the_initial_weights_of_from_scratch(folder):
     models = [load(run_with(str(folder), from_scratch=True, seed=seed)) for seed in (1, 1, 2)]
     one, same, other = (torch.cat([weight.detach().flatten() for weight in model.parameters()]) for model in models)
     assert torch.equal(one, same) and not torch.equal(one, other)
@@ -64,7 +64,7 @@ def test_the_seed_decides_the_weights(folder):
         pytest.param("memory_zero3", 2, marks=pytest.mark.slow),
     ],
 )
-def test_other_engines_and_worlds_start_with_the_same_weights(recipe, processes, folder, one_process, texts, tmp_path):
+def test_from_scratch_has_the_same_losses_on_every_engine(recipe, processes, folder, one_process, texts, tmp_path):
     old = parse(__version__) < parse("5.23")
     if old and recipe == "memory_zero3" and "gpt2" in (folder / "config.json").read_text():
         pytest.skip("this transformers initialises weights of GPT-2 that ZeRO-3 has emptied")

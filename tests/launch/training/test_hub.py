@@ -52,7 +52,7 @@ def asked(name=None, token="hf_write", **chosen):
     require_hub(run_with(push_to_hub=True, hub_token=token, hub_model_id=name, **chosen))
 
 
-def test_the_repository_that_trainer_pushes_to_is_there_before_the_run(hub, tmp_path):
+def test_push_to_hub_creates_the_hub_repository_before_the_run(hub, tmp_path):
     asked("team/new")
     asked(output_dir=str(tmp_path / "my-run"))
     require_hub(run_with())  # pushes nothing

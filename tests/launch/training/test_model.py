@@ -38,7 +38,7 @@ def small_llama(**more):
     return LlamaConfig(**SMALL, intermediate_size=64, **more)
 
 
-def test_saved_weights_are_loaded_and_all_are_trained_without_peft(llama, tokenizer):
+def test_pretrained_weights_are_loaded_and_all_are_trainable_without_peft(llama, tokenizer):
     weights, model = LlamaForCausalLM.from_pretrained(llama).state_dict(), load(run_with(llama))
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     assert trainable(model) == {name for name, _ in model.named_parameters()}
@@ -47,13 +47,13 @@ def test_saved_weights_are_loaded_and_all_are_trained_without_peft(llama, tokeni
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_have_the_type_of_the_run(dtype, tmp_path):
+def test_weights_are_loaded_in_the_dtype_of_the_run(dtype, tmp_path):
     """Without saying so, a checkpoint in bfloat16 would train without fp32 weights."""
     name = save(LlamaForCausalLM(small_llama()).to(torch.bfloat16), tmp_path)
     assert load(run_with(name, dtype=dtype)).dtype == getattr(torch, dtype)
 
 
-def test_tokenizer_without_padding_pads_with_eos(tmp_path):
+def test_a_tokenizer_without_a_pad_token_pads_with_eos(tmp_path):
     tokenizer = demo_tokenizer()
     tokenizer.pad_token = None
     LlamaForCausalLM(small_llama()).save_pretrained(tmp_path)
@@ -71,7 +71,7 @@ def test_tokenizer_without_padding_pads_with_eos(tmp_path):
         ("bert", {}, "is an encoder"),
     ],
 )
-def test_a_hub_model_that_does_not_fit_the_run_is_refused_by_its_config(kind, settings, message, request, monkeypatch):
+def test_a_hub_model_that_does_not_fit_max_length_or_the_task_is_refused(kind, settings, message, request, monkeypatch):
     run = run_with(request.getfixturevalue(kind), **settings)
     monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
     run = replace(run, place=replace(run.place, packages=frozenset()))  # of another machine, without these files
@@ -89,7 +89,7 @@ def test_a_hub_model_that_does_not_fit_the_run_is_refused_by_its_config(kind, se
         ("gpt2", {}, None),
     ],
 )
-def test_fast_has_flex_attention_where_the_model_can_train_with_it(kind, changed, chosen, tmp_path):
+def test_recipe_fast_uses_flex_attention_only_for_models_that_can_train_with_it(kind, changed, chosen, tmp_path):
     AutoConfig.for_model(kind, **{**SMALL, "max_position_embeddings": 64, **changed}).save_pretrained(tmp_path)
     demo_tokenizer().save_pretrained(tmp_path)
     named = {"recipe": "fast", "model_name_or_path": str(tmp_path), "dataset_name": "somebody/texts"}
@@ -130,7 +130,7 @@ UNLOADABLE = {
 
 
 @pytest.mark.parametrize("case", UNLOADABLE)
-def test_a_model_that_cannot_be_loaded_is_one_line(case, folder):
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(case, folder):
     damage, settings, subject, says = UNLOADABLE[case]
     damage(folder)
     with pytest.raises(UserError) as raised:
@@ -143,7 +143,7 @@ def test_a_hub_model_out_of_reach_is_refused_with_the_login_command():
     assert "`hf auth login`" in problem(run_with("somebody/something")).fix
 
 
-def test_weights_that_are_missing_are_noted_and_a_new_head_is_not(folder, capsys):
+def test_weights_missing_in_a_checkpoint_are_noted_but_a_new_classification_head_is_not(folder, capsys):
     load(run_with(str(folder), task="sequence_classification"), CLASSES)
     assert "lacks" not in capsys.readouterr().out
     weights = load_file(folder / "model.safetensors")
@@ -175,7 +175,7 @@ def test_a_micro_batch_of_1_is_refused_for_a_model_with_batch_norm():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_only_adapters_are_trained(kind, request):
+def test_use_peft_makes_only_the_lora_weights_trainable(kind, request):
     model = load(run_with(request.getfixturevalue(kind), use_peft=True))
     assert trainable(model) and all("lora_" in name for name in trainable(model))
 
@@ -187,7 +187,7 @@ def test_adapters_are_put_on_lora_target_modules_and_an_unknown_module_is_refuse
     assert found.what == "the model has no module qkv" and "q_proj" in found.fix
 
 
-def test_adapters_that_peft_refuses_are_a_mistake_in_use_peft_with_a_fix(tmp_path):
+def test_a_lora_setting_that_peft_refuses_is_reported_under_use_peft_with_a_fix(tmp_path):
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
     name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
     found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
@@ -209,7 +209,7 @@ def distilbert(tmp_path_factory):
 
 @pytest.mark.parametrize("four_bits", [False, True])
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
-def test_adapters_leave_a_classifiers_whole_head_to_train(kind, four_bits, request):
+def test_use_peft_fully_trains_every_new_layer_of_a_classification_head(kind, four_bits, request):
     new = {"classifier", "pre_classifier" if kind == "distilbert" else "bert.pooler.dense"}  # not in the checkpoint
     settings = dict(task="sequence_classification", use_peft=True, load_in_4bit=four_bits)
     model = load(run_with(request.getfixturevalue(kind), **settings), CLASSES)
@@ -217,7 +217,7 @@ def test_adapters_leave_a_classifiers_whole_head_to_train(kind, four_bits, reque
     assert {name.removeprefix("base_model.model.").partition(".modules_to_save")[0] for name in whole} == new
 
 
-def test_frozen_weights_have_16_bits_and_trained_ones_32(bert):
+def test_use_peft_keeps_frozen_weights_in_bfloat16_and_trainable_weights_in_float32(bert):
     settings = dict(task="sequence_classification", use_peft=True, dtype="bfloat16", bf16=True)
     model = load(run_with(bert, **settings), CLASSES)
     types = {(one.requires_grad, one.dtype) for name, one in model.named_parameters() if "original_module" not in name}
@@ -229,7 +229,7 @@ def test_frozen_weights_have_16_bits_and_trained_ones_32(bert):
 
 @pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
 @pytest.mark.parametrize(("mixed", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
-def test_adapters_learn_on_quantised_weights_that_compute_in_the_type_of_the_run(mixed, dtype, tmp_path):
+def test_qlora_layers_compute_in_the_precision_of_the_run_and_each_adapter_gets_a_gradient(mixed, dtype, tmp_path):
     name = save(LlamaForCausalLM(LlamaConfig(**SMALL | {"hidden_size": 64}, intermediate_size=128)), tmp_path)
     precision = {mixed: True} if mixed else {}
     model = load(run_with(name, use_peft=True, load_in_4bit=True, gradient_checkpointing=mixed == "bf16", **precision))

@@ -41,16 +41,16 @@ def loss(case, start=0, stop=6, items=None):
     return MeanOverExamples(problem_type)({"logits": logits[start:stop]}, labels[start:stop], items).item()
 
 
-def test_the_loss_is_that_of_plain_transformers(case):
+def test_the_classification_loss_equals_that_of_plain_transformers(case):
     assert loss(case) == pytest.approx(case[1], rel=1e-6)
 
 
-def test_micro_batches_of_any_size_add_up_to_it(case):
+def test_classification_losses_of_uneven_micro_batches_add_up_to_the_full_batch_loss(case):
     split = loss(case, 0, 1, items=6) + loss(case, 1, 4, items=6) + loss(case, 4, 6, items=6)
     assert split == pytest.approx(case[1], rel=1e-6)
 
 
-def test_an_example_that_only_fills_up_a_batch_counts_nothing(case):
+def test_filler_examples_of_a_batch_add_no_loss_and_no_gradient(case):
     problem_type, _, logits, labels = case
     logits = logits.clone().requires_grad_()
     filled = labels.clone()
@@ -61,7 +61,7 @@ def test_an_example_that_only_fills_up_a_batch_counts_nothing(case):
     assert torch.isfinite(logits.grad).all() and not logits.grad[4:].any()
 
 
-def test_items_in_a_batch_are_its_examples_whatever_number_their_label_is(case):
+def test_num_items_in_batch_counts_examples_even_if_a_regression_label_is_minus_100(case):
     labels = case[3].clone()
     assert int(countable({"labels": labels})["labels"].ne(IGNORED).sum()) == 6  # -100.0 is a number to learn
     labels[5] = filler(labels)
@@ -79,7 +79,7 @@ def figures(problem_type, predictions, labels):
 
 
 @pytest.mark.parametrize("problem_type", METRICS)
-def test_rules_know_the_metrics_that_are_reported(problem_type):
+def test_reported_metrics_match_the_declared_ones_and_only_mse_and_mae_are_minimised(problem_type):
     one = problem_type == "single_label_classification"
     labels = np.array([0, 1]) if one else np.array([[0.0, 1.0], [1.0, 1.0]])
     outcome = figures(problem_type, np.array([[0.1, 0.9], [0.8, -0.2]]), labels)
@@ -87,13 +87,13 @@ def test_rules_know_the_metrics_that_are_reported(problem_type):
     assert all(smaller_is_better(name) is (name in ("mse", "mae")) for name in METRICS[problem_type])
 
 
-def test_separate_batches_count_each_example_once():
+def test_accuracy_over_several_batches_counts_each_example_once():
     batches = [np.array([[2.0, 1.0], [0.0, 3.0]]), np.array([[1.0, 0.0]])]
     outcome = figures("single_label_classification", batches, [np.array([0, 1]), np.array([1])])
     assert outcome["accuracy"] == pytest.approx(2 / 3)
 
 
-def test_the_averages_are_those_of_scikit_learn_and_a_class_that_nobody_predicts_counts_as_0():
+def test_f1_and_precision_averages_equal_scikit_learns_and_an_unpredicted_class_counts_as_0():
     numbers = np.random.default_rng(0)
     logits, right = numbers.normal(size=(50, 4)), numbers.integers(0, 4, 50)
     logits[:, 3] = -9

@@ -88,14 +88,14 @@ def test_a_run_of_4_processes_resumed_by_2_then_1_then_3_trains_as_if_never_stop
     ],
     ids=["last batch", "by length", "rebalanced", "packed"],
 )
-def test_the_order_of_the_data_goes_on(stop, recipe, more, worlds, train):
+def test_the_data_order_continues_after_a_resume_with_the_same_or_more_processes(stop, recipe, more, worlds, train):
     whole, there = train(recipe, *more, worlds=(2,))
     outcome, here = train(recipe, *more, worlds=worlds, stops=(stop,))
     assert examples(here) == examples(there)
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
 
-def test_an_evaluation_before_the_last_batch_of_an_epoch_changes_nothing(train):
+def test_an_evaluation_before_the_last_batch_of_an_epoch_changes_no_example_and_no_loss(train):
     whole, there = train("standard", worlds=(4,))
     evaluated = "--eval_strategy steps --eval_steps 4 --dataset_test_split train[54:60] --per_device_eval_batch_size 1"
     outcome, here = train("standard", *evaluated.split(), worlds=(4,))
@@ -103,7 +103,7 @@ def test_an_evaluation_before_the_last_batch_of_an_epoch_changes_nothing(train):
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
 
-def test_a_tensor_parallel_run_resumes_with_more_replicas(train, tmp_path):
+def test_a_tensor_parallel_run_resumed_with_more_replicas_keeps_the_losses(train, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))
     whole, _ = train("standard", "--deepspeed", str(file), worlds=(2,))
@@ -112,7 +112,7 @@ def test_a_tensor_parallel_run_resumes_with_more_replicas(train, tmp_path):
 
 
 @pytest.mark.parametrize("packing", [["--max_length", "64"], ["--packing", "--max_length", "32"]], ids=str)
-def test_a_mixture_goes_on_with_the_next_example(packing, tiny_model, tmp_path):
+def test_a_mixture_resumed_with_other_process_counts_sees_the_same_examples_at_each_step(packing, tiny_model, tmp_path):
     """Of three parts the two smaller are repeated."""
     parts = []
     for name, (size, weight) in {"large": (60, 2), "small": (11, 2), "tiny": (3, 1)}.items():
@@ -129,7 +129,7 @@ def test_a_mixture_goes_on_with_the_next_example(packing, tiny_model, tmp_path):
     assert examples(tmp_path / "parts") == examples(tmp_path / "whole")
 
 
-def test_the_best_model_may_be_of_another_world(train):
+def test_load_best_model_at_end_loads_a_checkpoint_of_another_number_of_processes(train):
     """The highest loss counts as the best here: that of the first checkpoint."""
     best = "--load_best_model_at_end --metric_for_best_model eval_loss --greater_is_better true --eval_strategy steps"
     every = "--eval_steps 3 --save_strategy steps --save_steps 3 --dataset_test_split train[54:64]"
@@ -139,7 +139,7 @@ def test_the_best_model_may_be_of_another_world(train):
     assert not list(folder.glob("converted-*"))
 
 
-def test_an_optimizer_that_deepspeed_cannot_convert_is_refused_with_what_works(train, tmp_path):
+def test_deepspeed_sgd_resumed_with_other_process_counts_is_refused_with_the_count_that_works(train, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": 2}}))
     sgd = ["--deepspeed", str(file), "--optim", "sgd"]

@@ -33,7 +33,7 @@ def flags(tmp_path_factory) -> list[str]:
 # --- The report ----------------------------------------------------------------------------------
 
 
-def test_the_report_names_the_memory_that_was_short_and_the_next_attempt(flags, tmp_path):
+def test_the_out_of_memory_report_names_the_limit_the_checkpoint_and_the_next_micro_batch(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "8", "--memory_limit", str(AMONG_8)]
     outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory") and "Traceback" not in outcome.output
@@ -45,7 +45,7 @@ def test_the_report_names_the_memory_that_was_short_and_the_next_attempt(flags, 
 
 
 @pytest.mark.slow
-def test_a_rank_that_runs_out_alone_is_the_one_that_reports_it(flags, tmp_path):
+def test_only_the_rank_that_runs_out_of_memory_reports_the_failure(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "4", "--memory_limit", str(AMONG_4)]
     outcome = launch_quickly(*limited, output=tmp_path, processes=2)
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory"), outcome.output
@@ -60,7 +60,7 @@ def test_a_rank_that_runs_out_alone_is_the_one_that_reports_it(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp_path):
+def test_on_oom_next_resumes_with_a_smaller_micro_batch_and_keeps_the_losses(flags, tmp_path):
     limit = str(round(imported_gb() + 1.19, 2))
     ours = [*flags, "8", "--memory_limit", limit, "--fresh", "--output_dir", str(tmp_path / "out")]
     words = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "baseline", "--on_oom", "next", "--", *ours]
@@ -84,7 +84,7 @@ def ladder(argv: list[str], **world) -> list[dict]:
     return attempts
 
 
-def test_the_attempts_are_smaller_micro_batches_and_then_activations_computed_again():
+def test_attempts_after_out_of_memory_shrink_the_micro_batch_then_add_gradient_checkpointing():
     attempts = ladder(["--global_batch_size", "12", "--per_device_train_batch_size", "6"])
     assert [attempt["per_device_train_batch_size"] for attempt in attempts] == [4, 3, 2, 1, 1]
     assert [attempt.get("gradient_checkpointing") for attempt in attempts] == [None] * 4 + [True]
@@ -93,7 +93,7 @@ def test_the_attempts_are_smaller_micro_batches_and_then_activations_computed_ag
     assert sizes == [(3, 4), (2, 6), (1, 12), (1, 12)]  # an accumulation that was written down follows
 
 
-def test_an_attempt_neither_starts_over_nor_fits_again(tmp_path):
+def test_an_attempt_after_out_of_memory_drops_fresh_fit_and_resume_from_checkpoint(tmp_path):
     (tmp_path / "run.yaml").write_text("fit: true\n")
     argv = ["--config", str(tmp_path / "run.yaml"), "--fresh", "--resume_from_checkpoint", "elsewhere/checkpoint-3"]
     run = resolve(with_flags(argv, next_attempt(resolve(argv), argv)))
@@ -104,7 +104,7 @@ def test_an_attempt_neither_starts_over_nor_fits_again(tmp_path):
 
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60)])
-def test_failures_to_allocate_are_known(allocate):
+def test_failed_allocations_of_torch_and_python_are_recognised_as_out_of_memory(allocate):
     with pytest.raises((RuntimeError, MemoryError)) as raised:
         allocate()
     assert memory.ran_out(raised.value)

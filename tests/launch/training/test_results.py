@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.training.model import parameter_count, saved_bytes
@@ -30,16 +31,23 @@ def mfu(tied=True, **settings):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_mfu_is_the_share_of_the_peak_of_all_gpus_and_an_untied_input_embedding_costs_nothing(tied):
+def test_mfu_is_relative_to_the_peak_of_all_gpus_and_ignores_an_untied_input_embedding(tied):
     assert mfu(tied, **PACKED) == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("settings", [{"packing": False}, {**PACKED, "use_peft": True}])
-def test_mfu_is_not_claimed_where_the_formula_does_not_hold(settings):
+def test_mfu_is_none_without_packing_or_with_use_peft(settings):
     assert mfu(**settings) is None
 
 
 @pytest.mark.parametrize(("optim", "bytes_each"), [("adamw_torch", 8), ("sgd", 0), ("lion_32bit", 4)])
-def test_the_size_of_a_checkpoint_counts_trained_weights_and_optimizer_state(optim, bytes_each):
+def test_the_disk_estimate_adds_final_weights_and_a_checkpoint_with_optimizer_state(optim, bytes_each):
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     assert saved_bytes(model, run_on(Hardware(), optim=optim)) == (4 + 4 + bytes_each) * COMPUTED
+
+
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_weights_in_4_bits_are_counted_in_any_storage_type(storage):
+    linear = pytest.importorskip("bitsandbytes.nn").Linear4bit
+    layer = linear(64, 128, bias=False, quant_storage=getattr(torch, storage)).to("cpu")
+    assert parameter_count(layer) == 64 * 128

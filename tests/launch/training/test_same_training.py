@@ -32,7 +32,7 @@ def evaluations(outcome) -> list[float]:
         "regression",
     ],
 )
-def test_two_ranks_and_other_micro_batches_train_and_evaluate_the_same(case, tiny_model, texts, tmp_path):
+def test_losses_and_evaluations_are_equal_on_two_ranks_and_with_other_micro_batches(case, tiny_model, texts, tmp_path):
     data, more = texts, list[str]()
     if case in LABELS:  # in an order without a pattern
         data, more = tmp_path / "rows.jsonl", ["--task", "sequence_classification"]

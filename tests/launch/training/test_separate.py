@@ -49,7 +49,7 @@ def packs(config, **settings) -> bool:
 
 
 @pytest.mark.parametrize("config", [*APART, *MIXED], ids=lambda config: config.model_type)
-def test_fast_packs_only_for_a_model_that_keeps_examples_apart_else_advises(config):
+def test_recipe_fast_turns_packing_off_if_packed_examples_influence_each_other_in_the_model(config):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     run, advice = with_separate_examples(run_with("somebody/model", recipe="fast"), config)
@@ -59,7 +59,7 @@ def test_fast_packs_only_for_a_model_that_keeps_examples_apart_else_advises(conf
     assert torch.equal(before, torch.get_rng_state())  # as in a run that tries nothing
 
 
-def test_packing_that_was_asked_for_is_refused_if_the_model_mixes_examples(tmp_path):
+def test_explicit_packing_is_refused_if_packed_examples_influence_each_other_in_the_model(tmp_path):
     settings = {"packing": True}
     for config in (APART[1], GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2)):
         assert load(run_with(save(CausalLM.from_config(config), tmp_path / config.model_type), **settings))
@@ -67,12 +67,12 @@ def test_packing_that_was_asked_for_is_refused_if_the_model_mixes_examples(tmp_p
     assert problem(run_with(mixes, **settings)).subject == "packing"
 
 
-def test_flash_attention_separates_examples_in_an_attention_model_but_not_in_a_mamba_hybrid():
+def test_flash_attention_isolates_packed_examples_in_opt_but_not_in_a_mamba_hybrid():
     assert packs(OPT, attn_implementation="flash_attention_2", recipe="fast") and not packs(OPT, recipe="fast")
     assert not packs(JAMBA, attn_implementation="flash_attention_2", recipe="fast")
 
 
-def test_a_model_too_large_to_be_tried_is_not_packed_and_explicit_packing_is_refused(monkeypatch):
+def test_packing_is_off_for_a_model_too_large_to_probe_and_explicit_packing_is_refused(monkeypatch):
     monkeypatch.setattr(separate, "_MOST_WEIGHTS", 0)
     run, (advice,) = with_separate_examples(run_with("somebody/model", recipe="fast"), APART[1])
     assert not run["packing"] and "it is unknown whether" in advice.what
@@ -83,7 +83,7 @@ def test_a_model_too_large_to_be_tried_is_not_packed_and_explicit_packing_is_ref
 # --- As users meet it ----------------------------------------------------------------------------
 
 
-def test_fast_trains_a_model_that_mixes_without_packing_and_says_so(tmp_path, texts):
+def test_recipe_fast_trains_opt_without_packing_and_prints_the_reason(tmp_path, texts):
     model = save(CausalLM.from_config(OPT), tmp_path / "opt")
     outcome = train_here(model, texts, tmp_path / "out", "--recipe", "fast", "--max_steps", "1")
     assert "advice " in outcome.output and "error " not in outcome.output

@@ -46,7 +46,7 @@ def held(folder, what: str) -> list[int]:
     return [json.loads((folder / f"held-{rank}.json").read_text())[what] for rank in (0, 1)]
 
 
-def test_it_trains_what_ddp_trains_in_shards_and_saves_one_whole_model(both):
+def test_fsdp2_splits_the_parameters_matches_the_losses_of_ddp_and_saves_one_full_model(both):
     (outcome, folder), (ddp, other) = both()
     assert (outcome.code, outcome.record["engine"]) == (0, "FSDP2"), outcome.output
     assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-6)
@@ -64,7 +64,7 @@ def test_it_trains_what_ddp_trains_in_shards_and_saves_one_whole_model(both):
 
 
 @pytest.mark.slow
-def test_in_bf16_the_loss_is_not_rounded(both):
+def test_fsdp2_does_not_round_the_loss_in_bf16(both):
     """Under FSDP2 the libraries round the count of tokens, and then the loss itself, to bf16."""
     (outcome, _), (ddp, _) = both("--bf16")
     assert losses(outcome)[0] == pytest.approx(losses(ddp)[0], rel=2e-4)
@@ -74,7 +74,7 @@ def test_in_bf16_the_loss_is_not_rounded(both):
 @pytest.mark.slow
 @pytest.mark.parametrize("dora", [(), ("--use_dora",)], ids=["lora", "dora"])
 @pytest.mark.parametrize("four_bits", [(), ("--load_in_4bit",)], ids=["whole", "4 bits"])
-def test_adapters_train_as_under_ddp(four_bits, dora, both):
+def test_lora_and_dora_under_fsdp2_have_the_losses_and_weights_of_ddp(four_bits, dora, both):
     (outcome, folder), (ddp, other) = both("--use_peft", *four_bits, *dora)
     assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-5)
     weights, expected = (load_file(place / "adapter_model.safetensors") for place in (folder, other))
@@ -83,7 +83,7 @@ def test_adapters_train_as_under_ddp(four_bits, dora, both):
 
 
 @pytest.mark.slow
-def test_all_ranks_load_the_best_model_from_the_same_checkpoint(sharded):
+def test_load_best_model_at_end_under_fsdp2_loads_the_checkpoint_with_the_lowest_eval_loss(sharded):
     """Ranks that disagree which one is the best would each load a half of another model."""
     best = ["--load_best_model_at_end", "--save_total_limit", "3"]
     outcome, folder = sharded(*HELD_OUT, *EVERY_SECOND_STEP, *best, steps=6)
@@ -95,7 +95,7 @@ def test_all_ranks_load_the_best_model_from_the_same_checkpoint(sharded):
 
 
 @pytest.mark.slow
-def test_embeddings_in_a_module_of_their_own_are_sharded_once(bert, tmp_path):
+def test_fsdp2_trains_a_bert_classifier_with_the_losses_of_ddp(bert, tmp_path):
     rows = [{"text": f"Row {n} " + "good " * (n % 3), "label": ["bad", "fair", "good"][n % 3]} for n in range(128)]
     data = jsonl(tmp_path, rows)
     flags = ["--task", "sequence_classification", *model_flags(bert, data), *STEADY, "--max_steps", "3"]

@@ -52,7 +52,7 @@ FAILURES = {  # the system's words, and the start of the remedy; run.json cannot
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_save_to_a_full_or_read_only_disk_fails_in_one_line_and_resumes(name, monkeypatch, disk, tiny_model, texts):
+def test_a_run_on_a_full_or_read_only_disk_fails_in_one_line_and_can_resume(name, monkeypatch, disk, tiny_model, texts):
     (happens, what, remedy), save = FAILURES[name], Trainer._save_optimizer_and_scheduler
 
     def save_later(trainer, folder):
@@ -80,12 +80,12 @@ def test_a_save_to_a_full_or_read_only_disk_fails_in_one_line_and_resumes(name, 
         "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)",
     ],
 )
-def test_a_full_shared_memory_is_known_by_its_words(words, tmp_path):
+def test_a_shared_memory_error_is_recognised_by_its_message_and_advises_a_larger_dev_shm(words, tmp_path):
     _, remedy = storage_failure(RuntimeError(words), tmp_path)
     assert remedy.startswith("Make /dev/shm larger")
 
 
-def test_an_error_is_a_storage_failure_if_its_cause_is_one_and_otherwise_not(tmp_path):
+def test_an_error_counts_as_a_storage_failure_only_if_its_cause_is_an_os_error(tmp_path):
     error = ValueError("the file cannot be read")
     assert storage_failure(error, tmp_path) is None
     error.__cause__ = OSError(24, "Too many open files", "data.jsonl")

@@ -40,7 +40,7 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("flags", ["", "--packing --dataloader_num_workers 3"])
-def test_a_resume_goes_on_at_the_next_example(flags, gpt2, data, tmp_path, watched):
+def test_a_resumed_stream_continues_at_the_next_example_with_identical_losses(flags, gpt2, data, tmp_path, watched):
     """And with the same masks of dropout, which this model has."""
 
     def train(folder, stop=None):
@@ -61,7 +61,7 @@ def test_a_resume_goes_on_at_the_next_example(flags, gpt2, data, tmp_path, watch
         assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
-def test_other_workers_begin_another_round_and_it_is_said(tiny_model, data, tmp_path, watched):
+def test_another_dataloader_num_workers_starts_a_new_epoch_of_a_stream_with_a_note(tiny_model, data, tmp_path, watched):
     train_here(tiny_model, data, tmp_path / "out", *STREAM, "--max_steps", "3")
     outcome = train_here(tiny_model, data, tmp_path / "out", *EIGHT_STEPS, "--dataloader_num_workers", "2")
     text = " ".join(outcome.output.split())
@@ -70,7 +70,7 @@ def test_other_workers_begin_another_round_and_it_is_said(tiny_model, data, tmp_
     assert (places["workers"], places["round"]) == (2, 2)  # three steps were in the second round
 
 
-def test_a_run_ended_by_a_malformed_row_resumes_from_its_checkpoint_once_that_is_mended(tiny_model, tmp_path, watched):
+def test_a_stream_stopped_by_a_malformed_row_resumes_once_the_row_is_fixed(tiny_model, tmp_path, watched):
     data = tmp_path / "data"
     data.mkdir()
     rows = [json.dumps({"text": f"row {row}", "source": "b" * 9_000}) for row in range(1_300)]  # read 10 MB at once
@@ -90,7 +90,7 @@ def test_a_run_ended_by_a_malformed_row_resumes_from_its_checkpoint_once_that_is
 
 
 @pytest.mark.slow
-def test_two_ranks_resume_a_stream_with_the_losses_of_an_unstopped_run(tiny_model, data, tmp_path):
+def test_two_ranks_resume_a_stream_with_the_losses_of_an_uninterrupted_run(tiny_model, data, tmp_path):
     more = "--dataloader_num_workers 2 --lr_scheduler_type constant"
     flags = [*model_flags(tiny_model, data), *STREAM, *more.split()]
     whole = launch_quickly(*flags, "--max_steps", "8", output=tmp_path / "whole")

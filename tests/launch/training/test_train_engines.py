@@ -47,7 +47,7 @@ def one_process(tiny_model, texts, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("title", "engine", "processes"), ENGINES)
-def test_an_engine_trains_what_one_process_trains(title, engine, processes, one_process, tiny_model, texts, tmp_path):
+def test_each_engine_has_the_losses_of_one_process(title, engine, processes, one_process, tiny_model, texts, tmp_path):
     flags, how = [*model_flags(tiny_model, texts), *UNEVEN], {"processes": processes}
     how |= {"script": COUNTS} if engine in HELD else {}
     if engine in BY_JSON:
@@ -75,14 +75,14 @@ def test_an_engine_trains_what_one_process_trains(title, engine, processes, one_
 
 
 @NEEDS_COMPILER[0]
-def test_a_memory_recipe_under_plain_torchrun_starts_its_own_engine(tiny_model, texts, tmp_path):
+def test_recipe_memory_launched_with_a_ddp_yaml_starts_deepspeed_itself(tiny_model, texts, tmp_path):
     flags = ["--recipe", "memory", *model_flags(tiny_model, texts), "--max_steps", "2"]
     outcome = launch(*flags, output=tmp_path, processes=1, config="standard.yaml")
     assert outcome.record["engine"] == "DeepSpeed ZeRO-2, optimizer offload"
 
 
 @pytest.mark.parametrize("end", [42, 36])
-def test_an_evaluation_weighs_every_token_the_same_however_ranks_share_them(end, tiny_model, texts, tmp_path):
+def test_eval_loss_of_uneven_ranks_does_not_depend_on_average_tokens_across_devices(end, tiny_model, texts, tmp_path):
     """Of ten examples the first rank has eight, the second two; of four, the second has none."""
     split = f"--dataset_train_split train[:32] --dataset_test_split train[32:{end}] --eval_strategy epoch --max_steps 1"
     flags = [*model_flags(tiny_model, texts), *split.split(), "--learning_rate", "1e-12"]

@@ -25,7 +25,7 @@ def test_the_loss_falls_with_8_bit_adam_lora_and_qlora(switch, tiny_model, texts
 
 
 @pytest.mark.slow
-def test_quantised_weights_eight_bit_adam_and_gradients_in_fp16_train_on_two_ranks(tiny_model, texts, tmp_path):
+def test_qlora_with_8_bit_adam_and_the_fp16_ddp_comm_hook_trains_on_two_ranks(tiny_model, texts, tmp_path):
     flags = "--use_peft --load_in_4bit --optim adamw_bnb_8bit --ddp_comm_hook fp16".split()
     outcome = launch_quickly(*model_flags(tiny_model, texts), *STEPS, *flags, output=tmp_path)
     assert (outcome.code, outcome.record["world_size"]) == (0, 2), outcome.output
@@ -35,7 +35,7 @@ def test_quantised_weights_eight_bit_adam_and_gradients_in_fp16_train_on_two_ran
 @pytest.mark.parametrize(
     "four_bits", [(), pytest.param(("--load_in_4bit",), marks=pytest.mark.slow)], ids=["dora", "qdora"]
 )
-def test_dora_trains_a_magnitude_for_each_output(four_bits, tiny_model, texts, tmp_path):
+def test_dora_trains_one_magnitude_for_each_output_feature_of_a_linear_layer(four_bits, tiny_model, texts, tmp_path):
     flags = [*STEPS[2:], "--lr_scheduler_type", "constant", *DORA, *four_bits, "--max_steps"]
     train_here(tiny_model, texts, tmp_path, *flags, "3")
     saved = load_file(tmp_path / "adapter_model.safetensors")
@@ -58,7 +58,7 @@ def test_dora_trains_under_deepspeed_zero(recipe, more, tiny_model, texts, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapts", [False, True])
-def test_regional_compilation_trains_saves_and_resumes_as_without_it(adapts, tiny_model, texts, tmp_path):
+def test_regional_compilation_has_the_losses_and_weight_names_of_eager_training(adapts, tiny_model, texts, tmp_path):
     torch.compiler.reset()  # another test of this process may have compiled the same layers
     (counters := torch._dynamo.utils.counters).clear()
     flags = ["--recipe", "fast", *STEPS[2:], "--lr_scheduler_type", "constant", *["--use_peft"] * adapts, "--max_steps"]
@@ -72,13 +72,13 @@ def test_regional_compilation_trains_saves_and_resumes_as_without_it(adapts, tin
     assert load_file(tmp_path / "compiled" / file).keys() == load_file(tmp_path / "plain" / file).keys()
 
 
-def test_an_evaluation_in_sixteen_bits_leaves_the_saved_weights_alone(tiny_model, texts, tmp_path):
+def test_bf16_full_eval_leaves_the_saved_weights_in_float32(tiny_model, texts, tmp_path):
     train_here(tiny_model, texts, tmp_path, *HELD_OUT, *"--max_steps 2 --bf16_full_eval --eval_steps 2".split())
     assert {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
 
 
 @pytest.mark.slow
-def test_early_stopping_stops_and_tensorboard_gets_the_losses(tiny_model, texts, tmp_path, monkeypatch):
+def test_early_stopping_ends_the_run_and_tensorboard_events_are_written(tiny_model, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     flags = "--eval_steps 1 --save_steps 1 --load_best_model_at_end --early_stopping_patience 2 --max_steps 9"
     # A learning rate of zero never improves the loss.

@@ -61,12 +61,12 @@ def test_label_smoothing_shifts_the_labels_whatever_the_models_class_is_called(t
 @pytest.mark.parametrize(
     ("more", "tokens"), [({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])}, 4), ({}, 8)]
 )
-def test_padding_is_not_counted_as_tokens_and_packed_rows_count_whole(more, tokens, trainer):
+def test_tokens_seen_leaves_out_padding_and_counts_packed_rows_in_full(more, tokens, trainer):
     trainer.get_batch_samples(iter([{"input_ids": torch.ones(2, 4), **more}]), 1, torch.device("cpu"))
     assert int(trainer.tokens_seen) == tokens
 
 
-def test_a_warm_up_beyond_the_epochs_is_told_once_the_steps_are_known(capsys):
+def test_warmup_steps_beyond_the_total_steps_are_advised_at_the_start_of_the_training(capsys):
     def advised(*flags, steps=70):
         run = resolve(["--num_train_epochs", "1", *flags], here(environment={}))
         Progress(run, console()).on_train_begin(None, TrainerState(max_steps=steps), None)
@@ -91,7 +91,7 @@ def test_the_step_time_leaves_out_warm_up_and_steps_that_save():
 # --- What Trainer alone does: if one of these fails, RecipeTrainer need not mend it any more ------
 
 
-def test_trainer_alone_weighs_batches_and_not_tokens(tiny_model, texts, tmp_path):
+def test_the_eval_loss_is_a_mean_over_tokens_unlike_that_of_plain_trainer(tiny_model, texts, tmp_path):
     splits = ["--dataset_train_split", "train[:8]", "--dataset_test_split", "train[8:21]", "--eval_strategy", "epoch"]
     flags = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--per_device_eval_batch_size", "4", *splits]
     trainer = built(flags, tiny_model, texts)
@@ -102,14 +102,14 @@ def test_trainer_alone_weighs_batches_and_not_tokens(tiny_model, texts, tmp_path
     assert own == pytest.approx(sum(loss * items for loss, items in losses) / sum(items for _, items in losses))
 
 
-def test_trainer_alone_counts_no_number_that_is_minus_100(trainer):
+def test_a_regression_label_of_minus_100_is_counted_unlike_in_plain_trainer(trainer):
     trainer.compute_loss_func = MeanOverExamples("regression")
     batch = {"labels": torch.tensor([-100.0, 1.0])}
     assert Trainer._get_num_items_in_batch(trainer, [batch], torch.device("cpu")) == 1
     assert trainer._get_num_items_in_batch([batch], torch.device("cpu")) == 2
 
 
-def test_trainer_alone_trains_on_with_random_values_for_weights_that_a_checkpoint_lacks(trainer):
+def test_a_checkpoint_that_lacks_weights_is_an_error_unlike_in_plain_trainer(trainer):
     loaded = types.SimpleNamespace(missing_keys=["weight"], unexpected_keys=[])
     trainer.model._keys_to_ignore_on_save = None
     Trainer._issue_warnings_after_load(trainer, loaded)

@@ -55,19 +55,19 @@ def home(first, tmp_path):
     return tmp_path / "hf"
 
 
-def test_two_processes_ask_once_and_one_of_them_prints_why_it_takes_seconds(first):
+def test_two_concurrent_processes_read_the_same_settings_and_only_one_prints_why_it_is_slow(first):
     (output, errors), (other, others_errors) = first[1]
     assert output == other != ""
     (line,) = (errors + others_errors).splitlines()
     assert "once after an install" in line
 
 
-def test_a_kept_answer_is_read_in_silence_and_without_torch(first, home):
+def test_cached_library_settings_are_read_silently_and_without_importing_torch(first, home):
     output, errors = ask(home)
     assert output == first[1][0][0] and output.endswith("False\n") and errors == ""
 
 
-def test_a_damaged_answer_is_asked_again(home):
+def test_a_damaged_cache_of_library_settings_is_rebuilt(home):
     file = kept_in(home)
     whole = file.read_bytes()
     file.write_bytes(whole[:5000])
@@ -76,14 +76,14 @@ def test_a_damaged_answer_is_asked_again(home):
 
 
 @pytest.mark.slow
-def test_a_cache_that_cannot_be_written_costs_only_time(first, tmp_path):
+def test_library_settings_are_read_even_if_their_cache_cannot_be_written(first, tmp_path):
     home = tmp_path / "hf"
     home.write_text("a file, so that no folder can be below it")
     assert ask(home)[0] == first[1][0][0]
 
 
 @pytest.mark.slow
-def test_after_a_killed_writer_the_next_process_asks(first, tmp_path):
+def test_library_settings_are_read_after_the_process_that_wrote_their_cache_was_killed(first, tmp_path):
     home = tmp_path / "hf"
     killed = start(home)
     wait_for("a lock", lambda: list(home.glob("accelerate-recipes/*.lock")))

@@ -10,7 +10,7 @@ from recipes import legal
 from recipes.legal import libraries, schema
 
 
-def test_settings_of_trainer_are_the_fields_of_the_real_class():
+def test_trainer_settings_and_their_defaults_are_those_of_training_arguments():
     from transformers import TrainingArguments
 
     real = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
@@ -32,13 +32,13 @@ HINTS = [
 
 
 @pytest.mark.parametrize(("hint", "types", "choices"), HINTS)
-def test_types_and_choices_are_those_of_the_hint(hint, types, choices):
+def test_types_and_choices_of_a_setting_follow_from_its_type_hint(hint, types, choices):
     field = schema.fields_of(dataclasses.make_dataclass("Settings", [("name", hint, None)]))["name"]
     assert (field.types, field.choices) == (types, choices)
 
 
 @pytest.mark.parametrize("ask", libraries.OPTIONAL, ids=lambda ask: ask.__name__)
-def test_every_fact_is_known_of_the_installed_versions(ask):
+def test_every_fact_about_the_installed_libraries_can_be_read(ask):
     """A private name that a release no longer has leaves a fact out, and its rules silent."""
     if ask.__name__ in ("liger", "deepspeed"):
         pytest.importorskip({"liger": "liger_kernel.transformers"}.get(ask.__name__, ask.__name__))
@@ -65,6 +65,6 @@ SECTIONS = {  # of an Accelerate YAML: the launcher's flags, of which some may l
 }
 
 
-def test_each_set_of_known_names_includes_one_that_the_libraries_take():
+def test_legal_keys_read_from_the_libraries_contain_a_known_key_of_each_nested_setting():
     assert not {of: name for of, name in NAMES.items() if name not in legal.names(of)}
     assert not {of for of, keys in SECTIONS.items() if not set(keys.split()) <= legal.accelerate_nested_keys(of)}

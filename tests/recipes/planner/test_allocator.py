@@ -17,7 +17,7 @@ EVENTS = st.lists(st.one_of(SIZES, st.floats(0, 0.999)), max_size=60)
 
 
 @given(EVENTS, st.booleans())
-def test_blocks_never_overlap_and_all_that_is_freed_can_be_given_back(events, expandable):
+def test_allocator_blocks_never_overlap_and_freed_neighbours_merge(events, expandable):
     allocator, alive = Allocator(expandable=expandable), []
     for event in events:
         if isinstance(event, int):
@@ -48,13 +48,13 @@ def test_blocks_never_overlap_and_all_that_is_freed_can_be_given_back(events, ex
         (11 * MIB, 12 * MIB, 12 * MIB),  # a rest of up to 1 MiB is not split off
     ],
 )
-def test_a_request_is_rounded_and_takes_a_segment_of_its_size_class(size, allocated, reserved):
+def test_an_allocation_is_rounded_up_and_reserves_a_segment_of_its_size_class(size, allocated, reserved):
     allocator = Allocator()
     allocator.allocate(size)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
-def test_the_smallest_cached_block_that_is_large_enough_is_taken():
+def test_the_allocator_reuses_the_smallest_cached_block_that_is_large_enough():
     allocator = Allocator()
     blocks = [allocator.allocate(size * MIB) for size in (40, 30, 30)]
     for block in blocks:
@@ -63,7 +63,7 @@ def test_the_smallest_cached_block_that_is_large_enough_is_taken():
     assert allocator.reserved == 100 * MIB
 
 
-def test_an_expandable_segment_grows_at_its_end_and_its_last_block_is_taken_last():
+def test_an_expandable_segment_grows_at_its_end_and_its_last_block_is_reused_last():
     allocator = Allocator(expandable=True)
     first, _ = allocator.allocate(30 * MIB), allocator.allocate(30 * MIB)
     assert allocator.reserved == 60 * MIB  # in steps of 20 MiB, of which the second request found 10
@@ -85,14 +85,14 @@ def test_an_expandable_segment_grows_at_its_end_and_its_last_block_is_taken_last
         "--use_peft true --lora_dropout 0 --gradient_checkpointing true",
     ],
 )
-def test_two_replayed_steps_have_the_peak_that_the_arithmetic_finds(name, flags):
+def test_replaying_the_allocations_of_two_steps_gives_the_planned_peak_memory(name, flags):
     run = run_of("standard", "--max_length", "64", "--per_device_train_batch_size", "4", *flags.split())
     memory = Estimator(SMALL[name]).memory(run, 4)
     states = replace(memory.gpu, buffers=memory.gpu.buffers + 2 * workspace_bytes((7, 0)))
     assert requests_of(memory, states).replay().peak_allocated == pytest.approx(states.allocated, rel=0.02)
 
 
-def test_a_cached_block_of_exactly_the_size_is_not_counted_on_for_reserved_memory():
+def test_planned_reserved_memory_does_not_rely_on_reuse_of_a_cached_block_of_the_exact_size():
     exact = Requests()
     exact.free([exact.allocate(100 * MIB)])
     exact.loaded = len(exact.events)

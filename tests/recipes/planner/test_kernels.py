@@ -48,7 +48,7 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
         (A100, BRAIN, 1, False, (512, 508), False),
     ],
 )
-def test_a_fused_kernel_runs_depending_on_card_dtype_groups_mask_and_heads(card, dtype, groups, masked, sizes, fused):
+def test_fused_attention_depends_on_gpu_dtype_query_groups_mask_and_head_dim(card, dtype, groups, masked, sizes, fused):
     query = torch.empty(2, 8, 32, sizes[0], dtype=dtype)
     key, value = (torch.empty(2, 8 // groups, 32, size, dtype=dtype) for size in sizes)
     mask = torch.ones(2, 1, 32, 32, dtype=torch.bool) if masked else None
@@ -64,7 +64,7 @@ def test_a_fused_kernel_runs_depending_on_card_dtype_groups_mask_and_heads(card,
         (GROUPED, Case(2, 256, attention="eager", dtype="bfloat16")),
     ],
 )
-def test_the_planned_peak_with_eager_attention_is_that_of_the_real_model(config, case):
+def test_planned_peak_memory_with_eager_attention_is_that_of_the_real_model(config, case):
     """Except that the backward of CUDA's softmax makes one more attention matrix."""
     traced, real = trace(config, case), of_real_model(config, case)
     assert traced.kernels == {EAGER}
@@ -73,7 +73,7 @@ def test_the_planned_peak_with_eager_attention_is_that_of_the_real_model(config,
     assert peak(trace(config, replace(case, on_cuda=False))) == pytest.approx(real, rel=0.02)
 
 
-def test_dropout_keeps_a_byte_for_each_element():
+def test_planned_dropout_keeps_a_one_byte_mask_per_element():
     """As native_dropout, which CUDA runs; a CPU keeps a mask in the tensor's own type."""
     with_dropout, without = (
         GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=500, resid_pdrop=p, embd_pdrop=0, attn_pdrop=0)
@@ -95,7 +95,7 @@ def logits(traced):
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
-def test_ligers_loss_has_the_logits_of_some_rows_at_a_time(autocast):
+def test_ligers_fused_loss_is_planned_with_the_logits_of_a_few_tokens_at_a_time(autocast):
     """liger_kernel 0.8.5: as many rows as the width goes into the vocabulary, to a power of 2."""
     plain, fused = (trace(WORDS, Case(4, 256, autocast=autocast, liger=liger)) for liger in (False, True))
     rows = 4  # 1024 rows / (32,000 / 64), and the next power of 2 of 2.05
@@ -106,7 +106,7 @@ def test_ligers_loss_has_the_logits_of_some_rows_at_a_time(autocast):
     assert fused.moments[:, 2].max() >= 32_000 * 64 * 4  # the gradient of the head
 
 
-def test_ligers_loss_is_planned_where_it_is_asked_for():
+def test_ligers_fused_loss_is_planned_only_if_the_flags_and_the_model_use_it():
     estimator = Estimator(WORDS)
     with_liger = ("--use_liger_kernel", "true")
     off = ("--liger_kernel_config", '{"fused_linear_cross_entropy": false}')
@@ -115,7 +115,7 @@ def test_ligers_loss_is_planned_where_it_is_asked_for():
     assert not Estimator(GPTNeoXConfig(**_WIDTHS)).liger(run_of("standard", *with_liger))
 
 
-def test_on_cards_below_capability_8_0_liger_takes_a_second_head_gradient_in_fp32():
+def test_liger_takes_more_planned_memory_on_gpus_below_compute_capability_8_0():
     old, new = (trace(WORDS, Case(2, 64, autocast="float16", liger=True, capability=card)) for card in (T4, A100))
     assert peak(old) > peak(new)
 
@@ -138,7 +138,7 @@ def folder(tmp_path_factory):
     ("mixed", "four_bits", "dora", "dropout", "checkpointing"),
     [(False, True, False, 0.1, False), (True, True, False, 0.0, True), (True, False, True, 0.1, False)],
 )
-def test_a_trace_with_adapters_has_the_real_models_peak(mixed, four_bits, dora, dropout, checkpointing, folder):
+def test_traced_peak_memory_with_lora_is_that_of_the_real_model(mixed, four_bits, dora, dropout, checkpointing, folder):
     chosen = {"load_in_4bit": four_bits, "lora_dropout": dropout, "gradient_checkpointing": checkpointing}
     run = run_with(folder, use_peft=True, use_dora=dora, max_length=128, bf16=mixed, **chosen)
     with silence():
@@ -174,6 +174,6 @@ def test_a_trace_with_adapters_has_the_real_models_peak(mixed, four_bits, dora, 
         ("--torch_compile true", WORDS, "torch.compile are not counted: the real peak is lower"),
     ],
 )
-def test_a_plan_says_what_it_leaves_out_and_which_attention_is_not_a_fused_one(flags, config, said):
+def test_plan_notes_name_memory_that_is_not_counted_and_attention_that_is_not_fused(flags, config, said):
     notes = " ".join(alone("--max_length", "64", *flags.split(), config=config).notes)
     assert said in notes if said else not notes

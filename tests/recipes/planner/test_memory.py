@@ -39,7 +39,7 @@ def engine(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_adapters_train_what_peft_makes_trainable(name):
+def test_planned_lora_memory_counts_the_parameters_that_peft_makes_trainable(name):
     import peft
 
     model = AutoModelForCausalLM.from_config(SMALL[name])
@@ -52,7 +52,7 @@ def test_adapters_train_what_peft_makes_trainable(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_weights_in_4_bits_take_as_much_as_those_of_bitsandbytes(name, tmp_path):
+def test_planned_memory_of_4_bit_weights_equals_that_of_bitsandbytes(name, tmp_path):
     from transformers import BitsAndBytesConfig
 
     AutoModelForCausalLM.from_config(SMALL[name]).save_pretrained(tmp_path)
@@ -66,7 +66,7 @@ def test_weights_in_4_bits_take_as_much_as_those_of_bitsandbytes(name, tmp_path)
 
 
 @pytest.mark.parametrize("recipe", ["memory_zero3", "sharded"])
-def test_weights_in_4_bits_are_whole_on_each_gpu_while_they_are_loaded(recipe):
+def test_loading_unsharded_4_bit_weights_sets_the_planned_peak_with_zero_3_and_fsdp(recipe):
     weights = Weights(16 * 10**9, trained=10**6, in_4_bits=16 * 10**9 - 10**6, largest_layer=10**7)
     found = Memory(run_of(recipe, *IN_4_BITS, world=8, engine=recipe), weights)
     assert found.moment == LOADING
@@ -76,13 +76,13 @@ def test_weights_in_4_bits_are_whole_on_each_gpu_while_they_are_loaded(recipe):
 # --- DeepSpeed ------------------------------------------------------------------------------------
 
 
-def test_zero_3_fetches_a_whole_layer_of_experts():
+def test_planned_zero_3_parameter_memory_is_one_whole_mixture_of_experts_layer():
     experts = Weights(10**10, 10**10, largest_layer=3 * 10**9)
     assert Memory(run_of("memory_zero3", world=8), experts).gpu.parameters == 2 * 3 * 10**9
 
 
 @pytest.mark.parametrize(("stage", "per_parameter"), [(1, 12), (2, 12), (3, 11)])
-def test_the_update_of_deepspeed_zero_takes_the_memory_read_on_two_real_ranks(stage, per_parameter):
+def test_planned_memory_of_a_zero_optimizer_step_is_that_measured_on_two_ranks(stage, per_parameter):
     """Weights, fp32 copies and moments; a share's gradients, one flat copy, and one in fp32.
 
     Two ranks of DeepSpeed 0.19.8 on a CPU held 12.0, 12.0 and 11.1 bytes a parameter, ZeRO-3 with a
@@ -99,7 +99,7 @@ def test_the_update_of_deepspeed_zero_takes_the_memory_read_on_two_real_ranks(st
 
 
 @pytest.mark.parametrize(("flags", "copies"), [((), 2), (("--accelerator_config", EACH), 1)], ids=["once", "each"])
-def test_accumulated_gradients_double_under_bucket_views_unless_each_batch_syncs(flags, copies):
+def test_gradient_as_bucket_view_doubles_accumulated_gradients_unless_sync_each_batch_is_on(flags, copies):
     run = run_of("standard", "--gradient_as_bucket_view", "true", *flags, world=2)
     found = Memory(run, Weights(10**9, 10**9), accumulation=4).gpu
     assert found.gradients + found.buffers == copies * 4 * 10**9
@@ -115,7 +115,7 @@ def sharded(*flags, micro=2, world=8, engine="sharded"):
     return Estimator(DEEP).memory(run_of("sharded", *argv, world=world, engine=engine), micro)
 
 
-def test_without_sync_each_batch_a_step_of_several_micro_batches_holds_all_gradients():
+def test_fsdp2_accumulation_holds_unsharded_gradients_unless_sync_each_batch_is_on():
     weights, traced = Weights(10**9, 10**9, largest_layer=10**7), Traced(np.array([(4, NEVER, 1, 0)]), 1)
     flags = ("--bf16", "true"), ("--bf16", "true", "--accelerator_config", '{"split_batches": false}')
     runs = [run_of("sharded", *more, world=8, engine="sharded") for more in flags]
@@ -124,7 +124,7 @@ def test_without_sync_each_batch_a_step_of_several_micro_batches_holds_all_gradi
     assert once == pytest.approx(2 * 10**9, rel=0.01)
 
 
-def test_fsdp_shards_weights_in_4_bits_but_not_their_scales():
+def test_fsdp_shards_the_planned_memory_of_4_bit_weights():
     two, four = (sharded(*IN_4_BITS, world=world, micro=16).gpu.parameters for world in (2, 4))
     packed = 12 * (4 * 128 * 128 + 3 * 128 * 256)
     assert two - four > packed * 0.5 / 4
@@ -138,7 +138,7 @@ def test_fsdp_offload_moves_parameters_gradients_and_optimizer_to_ram(engine):
     assert found.host_bytes == 16 * weights.total  # parameters, gradients and two moments of all eight GPUs
 
 
-def test_fsdp_activation_checkpointing_saves_as_much_memory_as_trainers_checkpointing(engine):
+def test_fsdp_activation_checkpointing_has_the_planned_memory_of_gradient_checkpointing(engine):
     own = engine("sharded", "_version: 2", "_version: 2\n  fsdp_activation_checkpointing: true")
     assert sharded(engine=own).gpu == sharded("--gradient_checkpointing", "true").gpu
 

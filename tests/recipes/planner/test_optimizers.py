@@ -45,7 +45,7 @@ def updated(model, flags: dict, folder) -> tuple[int, int]:
         ("sgd", {"optim_args": "momentum=0.9"}),
     ],
 )
-def test_an_optimizer_keeps_and_allocates_as_much_memory_as_planned(optim, more, dtype, tmp_path):
+def test_planned_memory_of_optimizer_states_and_update_is_that_of_the_real_optimizer(optim, more, dtype, tmp_path):
     widths = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2, "tie_word_embeddings": False}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, intermediate_size=512, **widths)).to(getattr(torch, dtype))
     flags = {"optim": optim, **more}

@@ -23,7 +23,7 @@ from tests.support.runs import A100, machine
     [([], 16), (["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "8"], 8)],
     ids=["default batch", "own batch"],
 )
-def test_what_is_recommended_is_a_whole_command_that_fits(memory, batch, total):
+def test_the_recommended_command_and_each_next_step_fit_and_keep_the_global_batch(memory, batch, total):
     plan = planned("--max_length", "128", *batch, config=LARGE, gpu_memory=memory)
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
     assert best.fits
@@ -32,7 +32,7 @@ def test_what_is_recommended_is_a_whole_command_that_fits(memory, batch, total):
         assert entry.fits and (entry.total_bytes, run.batch.total) == (found.total_bytes, total)
 
 
-def test_a_command_leaves_the_model_to_the_user_only_if_nothing_names_it(tmp_path):
+def test_plan_command_has_a_model_placeholder_only_if_no_folder_or_config_file_names_the_model(tmp_path):
     SMALL["llama"].save_pretrained(tmp_path)
     file = tmp_path / "settings.yaml"
     file.write_text("model_name_or_path: mine")
@@ -46,7 +46,7 @@ def test_a_command_leaves_the_model_to_the_user_only_if_nothing_names_it(tmp_pat
         assert plan.command.count("--model_name_or_path") == named.count("--model_name_or_path")
 
 
-def test_gradient_checkpointing_is_recommended_rather_than_offload_and_printed(capsys):
+def test_plan_recommends_and_prints_gradient_checkpointing_rather_than_offload(capsys):
     words = ["--model", "8B", "--gpu", "A100 40GB", "--num_processes", "8", "--max_length", "4096"]
     assert main(["plan", *words]) == 0
     printed = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_gradient_checkpointing_is_recommended_rather_than_offload_and_printed(c
     assert f"{flags}\n" in printed
 
 
-def test_sharding_is_never_recommended_for_one_gpu():
+def test_sharded_is_recommended_for_one_gpu_only_if_it_is_the_requested_recipe():
     assert "sharded" not in {entry.name for entry in planned(num_processes=1).recipes}
     assert planned(num_processes=1, recipe="sharded").recommended == "sharded"
 
@@ -74,7 +74,7 @@ def of_evaluation(batch, gpu_memory=20):
     return planned(*argv, config=WIDE, recipe="standard", gpu_memory=gpu_memory)
 
 
-def test_a_large_evaluation_sets_the_peak_and_gives_way_to_the_largest_that_fits():
+def test_a_large_eval_batch_sets_the_peak_memory_and_is_replaced_by_the_largest_that_fits():
     without, small, large = (of_evaluation(batch).recipes[0] for batch in (None, 1, 64))
     assert without.components == replace(small.components, cached=without.components.cached)
     assert (small.moment, large.moment) == (TRAINING, EVALUATION)
@@ -85,7 +85,7 @@ def test_a_large_evaluation_sets_the_peak_and_gives_way_to_the_largest_that_fits
     assert f"--per_device_eval_batch_size {size} " in of_evaluation(64).command
 
 
-def test_an_evaluation_is_planned_neither_compiled_nor_recomputed(monkeypatch):
+def test_an_evaluation_is_planned_without_compilation_or_gradient_checkpointing(monkeypatch):
     """Trainer evaluates the model that accelerate has not compiled."""
     cases = []
     monkeypatch.setattr(Estimator, "_of_case", lambda self, run, case: cases.append(case) or NOTHING)
@@ -107,7 +107,7 @@ def steps(*argv, config=LARGE, gpu_memory=SMALL_CARD, **named):
     return plan.next_steps
 
 
-def test_next_steps_are_whole_commands_in_the_order_to_try_them():
+def test_next_steps_of_a_plan_are_complete_commands_ordered_from_checkpointing_to_qlora():
     found = planned("--max_length", "128", config=LARGE, gpu_memory=SMALL_CARD).next_steps
     order = ["gradient_checkpointing", "adamw_bnb_8bit", "memory", "use_peft", "load_in_4bit"]
     places = [next(i for i, step in enumerate(found) if word in step.words) for word in order]
@@ -119,7 +119,7 @@ def test_next_steps_are_whole_commands_in_the_order_to_try_them():
         assert entry.fits == step.planned.fits
 
 
-def test_a_refused_recipe_says_why_and_its_next_step_leaves_the_refused_flag_out():
+def test_a_plan_explains_a_refused_recipe_and_its_next_step_drops_the_refused_flag():
     plan = planned("--optim", "adamw_bnb_8bit", "--max_length", "128", config=LARGE, gpu_memory=SMALL_CARD)
     assert {entry.name for entry in plan.recipes} == {"fast", "standard"}
     assert "replaced by DeepSpeedCPUAdam" in plan.refused["memory"]
@@ -127,7 +127,7 @@ def test_a_refused_recipe_says_why_and_its_next_step_leaves_the_refused_flag_out
     assert "--optim" not in step.words and step.slowdown.startswith("without --optim; ")
 
 
-def test_a_micro_batch_that_does_not_fit_gives_way_to_the_largest_that_does_at_the_same_global_batch():
+def test_a_micro_batch_too_large_to_fit_becomes_the_largest_that_fits_at_the_same_global_batch():
     batch = ("--per_device_train_batch_size", "64", "--global_batch_size", "64")
     plan = planned("--max_length", "128", *batch, config=LARGE, gpu_memory=4)
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
@@ -150,7 +150,7 @@ def test_liger_is_a_next_step_where_only_the_logits_do_not_fit():
     assert not any(step.planned.fits for step in before)
 
 
-def test_where_only_offload_fits_next_steps_avoid_it_without_and_with_adapters():
+def test_next_steps_avoid_offload_without_and_with_lora_if_only_an_offload_recipe_fits():
     plan = planned("--max_length", "128", config=LARGE, gpu_memory=2.38)
     assert plan.recommended == "memory" and [step.adapters for step in plan.next_steps] == [False, True]
     for step in plan.next_steps:
@@ -158,7 +158,7 @@ def test_where_only_offload_fits_next_steps_avoid_it_without_and_with_adapters()
         assert entry.fits and run.engine.offload_optimizer == "none" and bool(run["use_peft"]) == step.adapters
 
 
-def test_advice_to_change_the_recipe_leaves_the_accelerate_yaml_out():
+def test_next_steps_that_change_the_recipe_drop_accelerate_config_and_say_so():
     found = steps(num_processes=2, accelerate_config=YAML, gpu_memory=2)
     assert {"sharded", "memory", "standard"} <= {word for step in found for word in shlex.split(step.words)}
     for step in found:
@@ -181,7 +181,7 @@ def test_each_next_step_differs_from_the_request_and_from_the_others_and_saves_m
     assert len(found) == len(set(found)) and (flags or len(found) > 1)
 
 
-def test_where_only_ram_is_short_every_step_needs_less_of_it():
+def test_every_next_step_of_a_plan_saves_ram_if_only_ram_is_short():
     plan = planned("--max_length", "128", config=LARGE, gpu_memory=3, recipe="memory_zero3", host_memory=0.5)
     assert plan.recipes[0].fits_gpu and plan.next_steps and plan.short_of_ram
     for step in plan.next_steps:

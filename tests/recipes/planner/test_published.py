@@ -14,16 +14,16 @@ def context(name: str, world: int = 1):
 
 
 @pytest.mark.parametrize(("card", "mib"), [("Tesla T4", 141), ("A100", 426)])
-def test_a_card_with_a_published_cuda_context_takes_that_size(card, mib):
+def test_planned_cuda_context_has_the_size_published_for_the_gpu(card, mib):
     found = context(card)
     assert round(found.bytes / MIB) == mib and found.source.startswith("published for ")
 
 
 @pytest.mark.parametrize("card", ["NVIDIA L4", "a GPU of 24 GB"])
-def test_a_card_without_a_published_context_takes_the_largest_known_and_says_so(card):
+def test_planned_cuda_context_is_the_largest_known_for_a_gpu_without_a_published_size(card):
     found = context(card)
     assert found.bytes == 770 * MIB and found.source.startswith("the largest known value, measured on an H200 (")
 
 
-def test_several_processes_take_the_memory_of_nccl_too():
+def test_several_processes_are_planned_with_nccl_memory_beside_the_cuda_context():
     assert context("NVIDIA H200", world=2).bytes == (770 + 546) * MIB

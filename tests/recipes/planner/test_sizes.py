@@ -11,7 +11,7 @@ COUNTED |= {"Llama-3.2-1B": 1_235_814_400, "Qwen2.5-7B": 7_615_616_512, "Llama-3
 
 
 @pytest.mark.parametrize("shape", PUBLIC, ids=lambda shape: shape.source)
-def test_a_public_shape_has_the_parameters_of_its_model(shape):
+def test_the_size_of_a_public_model_gives_a_config_with_its_exact_parameter_count(shape):
     assert COUNTED.get(shape.source.partition("/")[2]) in (None, shape.parameters)
     size = f"{shape.parameters / 1e9:.4g}B"
     assert weigh(read_config(size), "causal_lm").total == shape.parameters
@@ -21,7 +21,7 @@ def test_a_public_shape_has_the_parameters_of_its_model(shape):
 
 
 @pytest.mark.parametrize("size", ["40M", "77M", "0.25B", "1B", "8.36B", "200B", "2000B"])
-def test_any_other_size_is_met_within_two_percent(size):
+def test_an_arbitrary_size_gives_a_config_within_two_percent_of_that_parameter_count(size):
     asked = float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]]
     assert weigh(read_config(size), "causal_lm").total == pytest.approx(asked, rel=0.02)
     assert description(size).startswith("a shape like that of ")

@@ -20,7 +20,7 @@ def splits(recipe="standard", processes=2, flags=(), **named):
     return {split.accumulation: split.time for split in plan.choices()}
 
 
-def test_accumulation_sends_nothing_more_with_ddp_and_once_per_micro_batch_with_zero():
+def test_accumulation_adds_no_traffic_with_ddp_but_one_exchange_per_micro_batch_with_zero_3():
     ddp, zero = splits("standard"), splits("memory_zero3")
     assert len({time.compute for time in ddp.values()}) == len({time.compute for time in zero.values()}) == 1
     assert ddp[4].sent_bytes == ddp[12].sent_bytes
@@ -31,17 +31,17 @@ EACH = ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_ba
 
 
 @pytest.mark.parametrize(("recipe", "flags", "times"), [("standard", [], 1), ("standard", EACH, 4), ("memory", [], 4)])
-def test_only_ddp_without_sync_each_batch_sends_gradients_once_a_step(recipe, flags, times):
+def test_ddp_reduces_gradients_once_a_step_but_once_per_micro_batch_with_sync_each_batch(recipe, flags, times):
     assert exchanges(run_of(recipe, *flags, world=2, hardware=CPU), 4) == times
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_an_all_reduce_sends_twice_the_share_of_the_other_gpus(processes):
+def test_planned_bytes_of_ddps_all_reduce_are_those_of_a_ring_all_reduce(processes):
     sent = splits(processes=processes)[1].sent_bytes
     assert sent == pytest.approx(2 * (processes - 1) / processes * 4 * WEIGHTS.total)
 
 
-def test_a_step_takes_its_flops_at_the_stated_share_of_the_peak():
+def test_planned_compute_time_is_the_flops_of_a_step_at_the_given_mfu():
     used = WEIGHTS.total - 1000 * 128  # an input embedding that is not tied is a lookup
     flops = (6 * used + 6 * 4 * 128 * 64) * 48 * 64
     assert splits(mfu=0.5)[1].compute == pytest.approx(flops / (0.5 * 312e12))
@@ -57,7 +57,7 @@ def test_a_step_takes_its_flops_at_the_stated_share_of_the_peak():
         ("B200", 0.35, 740e9),
     ],
 )
-def test_without_other_figures_times_assume_what_is_published_for_the_card(gpu, mfu, speed):
+def test_plan_times_use_the_gpus_default_mfu_and_its_link_bandwidth_on_one_node_only(gpu, mfu, speed):
     plan, of_two_nodes = (planned(gpu=gpu, num_processes=2, nodes=nodes, recipe="standard") for nodes in (1, 2))
     assert (plan.mfu, plan.bandwidth) == (mfu, speed) and plan.mfu_source and plan.link
     time = plan.recipes[0].time
@@ -66,7 +66,7 @@ def test_without_other_figures_times_assume_what_is_published_for_the_card(gpu, 
 
 
 @pytest.mark.parametrize(("recipe", "hides"), [("standard", 2 / 3), ("sharded", 1)])
-def test_computing_hides_what_is_sent_meanwhile(recipe, hides):
+def test_planned_step_time_hides_communication_that_overlaps_with_computation(recipe, hides):
     assert all(time.total == time.compute for time in splits(recipe, bandwidth=1e4).values())
     for accumulation, time in splits(recipe, bandwidth=1e-3).items():
         hidden = hides * time.compute / (accumulation if recipe == "standard" else 1)
@@ -76,7 +76,7 @@ def test_computing_hides_what_is_sent_meanwhile(recipe, hides):
 # --- Offload and sharding -------------------------------------------------------------------------
 
 
-def test_zero_offload_takes_its_pcie_traffic_and_cpu_adam_at_deepspeeds_published_speed():
+def test_zero_offload_time_is_pcie_traffic_plus_cpu_adam_at_deepspeeds_published_speed():
     """With ZeRO-2 weights come back in bf16, and sums of gradients do not cross the first time.
 
     Parameters that are offloaded cross twice in each micro-batch, as do sums with ZeRO-3.
@@ -88,7 +88,7 @@ def test_zero_offload_takes_its_pcie_traffic_and_cpu_adam_at_deepspeeds_publishe
     assert zero3[1].host - zero2[1].host == pytest.approx((2 - 1 + 2) * 2 * pcie)
 
 
-def test_fsdp2_gathers_twice_and_scatters_once_in_each_micro_batch_but_the_head_once():
+def test_fsdp2_gathers_layers_twice_the_lm_head_once_and_reduce_scatters_once_per_micro_batch():
     head, found = WEIGHTS.outside_layers - WEIGHTS.looked_up, splits("sharded")
     assert found[1].sent_bytes == 2 * (3 * WEIGHTS.total - head) / 2
     assert found[12].sent_bytes == 12 * found[1].sent_bytes

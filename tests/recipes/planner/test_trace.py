@@ -24,13 +24,13 @@ BERT_LARGE = [one for one in OF_TRAINER if one.of_process and "adamw_torch_fused
 
 
 @pytest.mark.parametrize("reading", BERT_LARGE, ids=lambda reading: reading.name)
-def test_plans_are_within_two_percent_of_published_readings_of_bert_large(reading):
+def test_planned_memory_of_bert_large_is_within_two_percent_of_published_measurements(reading):
     assert planned(reading).total / MIB == pytest.approx(reading.mib, rel=0.02)
 
 
 @pytest.mark.parametrize("adapters", [pytest.param(None, marks=slow), Adapters(8)], ids=["whole", "adapters"])
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=slow), "llama"])
-def test_compiled_layers_keep_what_torch_compile_keeps(name, adapters):
+def test_planned_activations_of_compiled_layers_are_those_that_torch_compile_saves(name, adapters):
     config = copy.deepcopy(SMALL[name])
     config.use_cache = False
     traced = trace(config, Case(2, 64, on_cuda=False, mask=False, compiled=True, adapters=adapters))
@@ -86,7 +86,7 @@ CASES = {
     "case", [pytest.param(c, marks=() if c in ("autocast", "checkpointing") else slow) for c in CASES]
 )
 @pytest.mark.parametrize("name", DEEP)
-def test_a_trace_of_few_layers_and_rows_gives_that_of_more_layers_and_rows(name, case):
+def test_a_trace_of_few_layers_and_examples_extrapolates_to_more_layers_and_examples(name, case):
     shallow = trace_shallow(DEEP[name], weigh(DEEP[name], "causal_lm"), Case(1, 64, copies=11, **CASES[case]))
     whole = trace(DEEP[name], Case(8, 64, **CASES[case]))
     found = at_batch(shallow, 11, 8)
@@ -149,7 +149,7 @@ def of_real_model(config, case: Case, padding: int = 8) -> int:
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_trace_has_the_peak_memory_of_a_real_micro_batch(name, autocast):
+def test_traced_peak_memory_is_close_to_that_of_a_real_micro_batch(name, autocast):
     task = "sequence_classification" if name == "bert" else "causal_lm"
     case = Case(2, 64, task, autocast=autocast)
     planned, real = peak(trace(FAMILIES[name], case)), of_real_model(FAMILIES[name], case)
@@ -166,13 +166,13 @@ def test_only_models_that_loop_over_a_sequence_are_traced_with_shorter_sequences
 
 @pytest.mark.parametrize("case", [{}, {"checkpointing": True}, {"evaluation": True}], ids=str)
 @pytest.mark.parametrize("name", LOOPS)
-def test_short_sequences_stand_for_a_long_one_in_a_model_that_loops_over_it(name, case):
+def test_traces_of_short_sequences_give_the_peak_of_a_long_one_in_models_that_loop_over_it(name, case):
     wide = deeper(FAMILIES[name], 2, hidden_size=512, intermediate_size=1024)
     found = trace_any(wide, weigh(wide, "causal_lm"), Case(1, LOOPS[name], copies=11, **case), 2, {})
     assert peak(found) == pytest.approx(peak(trace(wide, Case(2, LOOPS[name], **case))), rel=0.005)
 
 
-def test_a_plan_of_a_looping_model_notes_that_kernels_lower_the_peak():
+def test_a_plan_for_mamba_notes_that_a_package_of_kernels_lowers_the_peak_memory():
     entry = alone("--max_length", "4096", config=FAMILIES["mamba"], gpu_memory=80)
     assert "a package of kernels makes the peak lower" in " ".join(entry.notes)
 
@@ -185,7 +185,7 @@ WORDY = LlamaConfig(**{**_GROUPED, "vocab_size": 16_000})
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 5])
-def test_planned_training_and_evaluation_peaks_are_those_of_trainer(rows, kind, tmp_path):
+def test_planned_peak_memory_of_training_and_evaluation_is_that_of_trainer(rows, kind, tmp_path):
     flags = ("--max_length", "64", "--use_cpu", "true", "--fp16", "false", "--eval_strategy", "steps")
     flags += ("--per_device_eval_batch_size", str(rows))
     run = run_of("standard", *flags, *KINDS[kind], hardware=CPU)

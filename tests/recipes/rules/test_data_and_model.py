@@ -145,7 +145,7 @@ LEGAL_AFTER_ALL = [
 # --- Models as the libraries load them ------------------------------------------------------------
 
 
-def test_a_bert_without_its_tokenizer_knows_no_word(tmp_path):
+def test_bert_without_tokenizer_files_encodes_every_word_as_unk(tmp_path):
     from transformers import BertConfig
 
     BertConfig().save_pretrained(tmp_path)
@@ -155,7 +155,7 @@ def test_a_bert_without_its_tokenizer_knows_no_word(tmp_path):
     assert_fires("the_folder_holds_a_model", {"model_name_or_path": str(tmp_path)})
 
 
-def test_lora_on_the_head_gets_no_gradient_from_a_loss_that_reads_lm_head_weight():
+def test_lora_on_lm_head_gets_no_gradient_if_the_loss_reads_lm_head_weight():
     """Liger's fused loss multiplies the hidden states by `lm_head.weight`, as this test does."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -175,7 +175,7 @@ def test_lora_on_the_head_gets_no_gradient_from_a_loss_that_reads_lm_head_weight
 
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "gemma4"])
-def test_gemma_4_has_global_layers_with_heads_of_512(kind, tmp_path):
+def test_flash_attention_2_is_refused_for_gemma_4_with_its_head_dim_of_512(kind, tmp_path):
     config = AutoConfig.for_model(kind)
     config.save_pretrained(tmp_path)
     layers = config.get_text_config().to_dict()["per_layer_config"]
@@ -202,7 +202,7 @@ def test_flash_attention_3_and_4_need_a_supported_card(version, card, missing, s
     assert ([problem.severity for problem in found], "".join(problem.fix for problem in found)) == (severity, fix)
 
 
-def test_a_script_that_loads_its_own_model_need_not_name_one():
+def test_a_script_with_its_own_model_passes_the_check_without_model_name_or_path():
     run = resolve([], here(trained_by="script"), settings={"task": "causal_lm", "max_length": 4096})
     assert not check(run)
 
@@ -217,12 +217,12 @@ def of_class(flags: str, cls: str, tmp_path, monkeypatch, **place) -> list[tuple
     return [(found.subject, found.fix) for found in refused_by_class(run, getattr(transformers, cls))]
 
 
-def test_attention_that_a_class_does_not_support_is_refused(tmp_path, monkeypatch):
+def test_sdpa_is_refused_for_a_model_class_that_does_not_support_it(tmp_path, monkeypatch):
     assert [name for name, _ in of_class(SDPA, "BloomForCausalLM", tmp_path, monkeypatch)] == ["attn_implementation"]
     assert not of_class(SDPA, "GPT2LMHeadModel", tmp_path, monkeypatch)
 
 
-def test_layers_to_wrap_that_a_class_does_not_have_are_refused_with_its_own(tmp_path, monkeypatch):
+def test_an_fsdp_layer_class_that_the_model_lacks_is_refused_with_the_models_layer_class(tmp_path, monkeypatch):
     written = fsdp("fsdp_version: 2", "fsdp_transformer_layer_cls_to_wrap: GPT2Block")
     place = {"yaml": written, "hardware": machine(A100, 2)}
     assert of_class("", "LlamaForCausalLM", tmp_path, monkeypatch, **place) == [("fsdp_config", "LlamaDecoderLayer")]

@@ -156,7 +156,7 @@ LEGAL_AFTER_ALL = [
 
 
 @pytest.mark.parametrize("type_", ["'NO'", "MULTI_CPU"])
-def test_distributed_type_no_and_multi_cpu_start_one_process(type_, write_yaml, monkeypatch):
+def test_accelerate_launch_starts_one_process_for_distributed_type_no_and_multi_cpu(type_, write_yaml, monkeypatch):
     from accelerate.commands import launch
 
     started = []
@@ -168,7 +168,7 @@ def test_distributed_type_no_and_multi_cpu_start_one_process(type_, write_yaml, 
 
 
 @pytest.mark.slow
-def test_two_ranks_without_use_cpu_train_two_models(tmp_path):
+def test_two_ranks_on_a_cpu_without_use_cpu_train_two_separate_models(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
     assert torchrun(tmp_path, {"use_cpu": False}).count("TRAINED 1 ") == 2
@@ -182,13 +182,13 @@ def test_fsdp_on_a_cpu_is_plain_ddp(tmp_path):
     assert_fires("fsdp_needs_ranks_with_gpus", {}, world=2, config=shipped("sharded.yaml"))
 
 
-def test_ddp_settings_wrap_nothing_in_one_process(tmp_path):
+def test_ddp_settings_do_not_wrap_the_model_in_one_process(tmp_path):
     trainer = train(tmp_path, ddp_bucket_cap_mb=1)
     assert type(trainer.model_wrapped) is type(trainer.model)
     assert_fires("ddp_settings_need_ddp", {"recipe": "baseline", "ddp_bucket_cap_mb": 1})
 
 
-def test_nccl_timeout_changes_no_timeout(gpu_rank, tmp_path, monkeypatch):
+def test_the_variable_nccl_timeout_does_not_change_the_timeout_of_the_process_group(gpu_rank, tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_TIMEOUT", "7")
     arguments(tmp_path, use_cpu=False, ddp_timeout=77)
     world = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
@@ -206,7 +206,7 @@ SECTIONS_OF_ANOTHER_TYPE = [
 
 
 @pytest.mark.parametrize("section", SECTIONS_OF_ANOTHER_TYPE, ids=lambda lines: lines[0])
-def test_a_yaml_section_of_another_distributed_type_changes_no_launch_variable(section, write_yaml):
+def test_accelerate_launch_ignores_a_yaml_section_of_another_distributed_type(section, write_yaml):
     plain = launched(write_yaml("MULTI_GPU"))
     file = write_yaml("MULTI_GPU", *section)
     assert launched(file) == plain
@@ -231,7 +231,7 @@ def test_a_misspelt_fsdp_version_trains_with_fsdp1(write_yaml):
     assert_fires("fsdp2_is_chosen", {}, config=file)
 
 
-def test_an_nvme_path_never_reaches_the_processes(write_yaml):
+def test_accelerate_launch_passes_no_nvme_path_of_a_yaml_to_its_processes(write_yaml):
     path = "  offload_optimizer_nvme_path: /local_nvme"
     file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 3", "  offload_optimizer_device: nvme", path)
     environment = launched(file)
@@ -250,7 +250,7 @@ def torchrun_arguments(file: Path):
     return args
 
 
-def test_three_processes_on_two_machines_start_one_each(write_yaml):
+def test_num_processes_3_on_two_machines_starts_one_process_per_machine(write_yaml):
     address = ["main_process_ip: 127.0.0.1", "main_process_port: 29876"]
     file = write_yaml("MULTI_GPU", "num_machines: 2", *address, processes=3)
     args = torchrun_arguments(file)
@@ -258,7 +258,7 @@ def test_three_processes_on_two_machines_start_one_each(write_yaml):
     assert_fires("machines_share_the_processes", {"global_batch_size": 12}, world=3, config=file)
 
 
-def test_machines_without_main_process_ip_look_for_a_host_named_none(write_yaml):
+def test_two_machines_without_main_process_ip_rendezvous_at_a_host_named_none(write_yaml):
     file = write_yaml("MULTI_GPU", "num_machines: 2", "machine_rank: 1")
     assert torchrun_arguments(file).rdzv_endpoint == "None:29500"
     assert_fires("machines_share_the_processes", {}, world=2, config=file)
@@ -305,14 +305,14 @@ def zero_trained(tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
-def test_zero3_saves_no_weights_unless_it_is_told_to_gather_them(zero_trained):
+def test_zero3_saves_no_weights_without_stage3_gather_16bit_weights_on_model_save(zero_trained):
     assert "model.safetensors" in zero_trained["saved whole"]
     assert "model.safetensors" not in zero_trained["saved"]
     assert_fires("zero3_saves_whole_weights", {"deepspeed": zero(3)})
 
 
 @pytest.mark.slow
-def test_zero2_does_not_offload_parameters_despite_offload_param(zero_trained, write_yaml):
+def test_zero2_keeps_whole_parameters_despite_offload_param(zero_trained, write_yaml):
     in_shards = zero_trained["in shards"]
     assert in_shards["zero3"] and not in_shards["zero2"]
     file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 2", "  offload_param_device: cpu")
@@ -336,7 +336,7 @@ def train_launched(gpu_rank, write_yaml, monkeypatch, tmp_path):
     return start
 
 
-def test_trainers_fsdp_is_version_2_and_saves_whole_weights_whatever_the_launch_says(train_launched, monkeypatch):
+def test_the_fsdp_argument_trains_with_fsdp2_and_full_state_dict_whatever_the_launch_sets(train_launched, monkeypatch):
     settings = {"save_only_model": True, "fsdp": True}
     file, start = train_launched(BY_LAYER, "fsdp_state_dict_type: SHARDED_STATE_DICT", **settings)
     monkeypatch.setenv("FSDP_VERSION", "1")
@@ -352,7 +352,7 @@ def recomputed(train_launched, *lines, **settings):
     return losses(start(model=model, logging_steps=1, max_steps=4, learning_rate=1e-2))
 
 
-def test_only_trainers_checkpointing_recomputes_the_same_dropout(train_launched):
+def test_gradient_checkpointing_repeats_dropout_but_fsdp_activation_checkpointing_does_not(train_launched):
     plain = recomputed(train_launched)
     assert recomputed(train_launched, gradient_checkpointing=True) == plain
     assert recomputed(train_launched, CHECKPOINTED) != plain

@@ -30,7 +30,7 @@ def ddp(tmp_path_factory):
     return reports[0]
 
 
-def test_deepspeeds_sequence_parallelism_doubles_gradients_and_weighs_micro_batches_alike(ddp, tmp_path):
+def test_deepspeed_sequence_parallelism_doubles_gradients_changes_losses_and_is_refused(ddp, tmp_path):
     from accelerate import ParallelismConfig
 
     reports = ranks(tmp_path, 2, settings=of(4, deepspeed=ZERO_2), sizes={"sp_size": 2}, variables=SDPA)
@@ -41,12 +41,12 @@ def test_deepspeeds_sequence_parallelism_doubles_gradients_and_weighs_micro_batc
 
 
 @pytest.mark.skipif(parse(transformers.__version__) < parse("5.23"), reason="other versions err in other ways")
-def test_without_a_sum_over_the_group_tensor_parallelism_doubles_losses(ddp, tmp_path):
+def test_tensor_parallelism_without_average_tokens_across_devices_doubles_losses(ddp, tmp_path):
     reports = ranks(tmp_path, 2, settings=of(4, deepspeed=TENSOR, average_tokens_across_devices=False))
     assert reports[0]["loss"][0] == pytest.approx(2 * ddp["loss"][0], rel=1e-5)
 
 
-def test_dispatched_batches_under_tensor_parallelism_are_twice_as_large(tmp_path):
+def test_dispatch_batches_under_tensor_parallelism_halves_the_steps_of_an_epoch(tmp_path):
     settings = {"deepspeed": TENSOR, "max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 4}
     steps = []
     for dispatch in (False, True):
@@ -57,7 +57,7 @@ def test_dispatched_batches_under_tensor_parallelism_are_twice_as_large(tmp_path
     assert steps == [8, 4]  # of the same 32 examples
 
 
-def test_stage_0_in_bf16_trains_other_losses_than_ddp_and_stage_1(tmp_path):
+def test_deepspeed_stage_0_in_bf16_has_other_losses_than_ddp_and_is_refused(tmp_path):
     second = {}
     for stage in (None, 0, 1):
         config = {"deepspeed": {**ZERO_2, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": stage}}}
@@ -68,7 +68,7 @@ def test_stage_0_in_bf16_trains_other_losses_than_ddp_and_stage_1(tmp_path):
     assert_fires("sixteen_bits_are_trained_by_a_stage", {"bf16": True, **config}, world=2)
 
 
-def test_the_launchs_fsdp_is_dropped_beside_deepspeed(tmp_path):
+def test_fsdp_variables_of_the_launcher_are_ignored_if_deepspeed_is_in_the_arguments(tmp_path):
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     output = torchrun(tmp_path, {"deepspeed": ZERO_2}, DS_ACCELERATOR="cpu", **variables)
     assert output.count("TRAINED 2 DEEPSPEED DeepSpeedEngine") == 2, output

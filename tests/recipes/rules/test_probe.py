@@ -109,14 +109,14 @@ REFUSED = [*BY_LAUNCHER, *BY_ARGUMENTS, *BY_FSDP, *BY_DEEPSPEED, *BY_DEFAULT, *B
 
 
 @pytest.mark.parametrize(("run", "subject", "sentence"), REFUSED, ids=[case[2][:40] for case in REFUSED])
-def test_a_librarys_refusal_is_reported_in_its_words(run, subject, sentence, tmp_path, monkeypatch):
+def test_a_library_error_is_reported_unchanged_with_setting_and_fix(run, subject, sentence, tmp_path, monkeypatch):
     found = probe(run.resolve(tmp_path, monkeypatch))
     assert any(sentence in problem.what for problem in found), found
     assert subject in [problem.subject for problem in found if sentence in problem.what]
     assert all(problem.fix and problem.source and "\n" not in problem.what for problem in found)
 
 
-def test_all_contradictions_of_a_json_are_reported_at_once(tmp_path, monkeypatch):
+def test_all_contradictions_of_a_deepspeed_json_are_reported_at_once(tmp_path, monkeypatch):
     run = Run(DS, files=ds_json(gradient_accumulation_steps=3, gradient_clipping=0.5)).resolve(tmp_path, monkeypatch)
     assert [str(problem) for problem in probe(run)] == [
         "gradient_accumulation_steps: ds gradient_accumulation_steps=3 vs hf gradient_accumulation_steps=4 (ds.json)."
@@ -126,7 +126,7 @@ def test_all_contradictions_of_a_json_are_reported_at_once(tmp_path, monkeypatch
     ]
 
 
-def test_fp8_in_the_yaml_is_not_what_trainer_trains_under_deepspeed(tmp_path, monkeypatch):
+def test_fp8_in_the_accelerate_yaml_is_reported_under_deepspeed_with_bf16_as_the_fix(tmp_path, monkeypatch):
     from accelerate.utils import launch
 
     monkeypatch.setattr(launch, "is_fp8_available", lambda: True)  # it looks for packages
@@ -136,7 +136,7 @@ def test_fp8_in_the_yaml_is_not_what_trainer_trains_under_deepspeed(tmp_path, mo
     assert problem.source.endswith("accelerate.yaml") and "bf16" in problem.fix
 
 
-def test_the_setting_that_is_refused_is_named_with_its_source():
+def test_the_probe_names_the_setting_that_a_library_refuses_and_its_source():
     run = resolve(["--warmup_steps", "-1"], here(hardware=Hardware(), environment={}))
     (problem,) = probe(run)
     assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
@@ -146,7 +146,7 @@ def test_the_setting_that_is_refused_is_named_with_its_source():
     assert refused_by_library(two, absent).subject == "ddp_backend"
 
 
-def test_a_refusal_that_names_no_setting_is_handed_on_as_it_is():
+def test_a_librarys_error_that_names_no_setting_is_reported_unchanged():
     run = resolve([], here(hardware=Hardware(), environment={}))
     found = refused_by_library(run, ValueError("The config of your backend is not available"))
     assert (found.subject, found.source) == ("TrainingArguments", "transformers")
@@ -159,7 +159,7 @@ def test_a_refusal_that_names_no_setting_is_handed_on_as_it_is():
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("hardware", [Hardware(), TWO_GPUS], ids=["CPU", "GPUs"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_can_be_constructed(recipe, hardware, world):
+def test_the_probe_accepts_every_recipe_with_its_shipped_accelerate_yaml(recipe, hardware, world):
     config = str(shipped(RECIPES[recipe]().engine))
     argv, processes = ["--recipe", recipe], 1 if recipe == "baseline" else world
     run = resolve(argv, here(processes, hardware=hardware, environment={}, accelerate_config=config))
@@ -183,29 +183,29 @@ LEFT_OUT_RIGHTLY = [
 
 
 @pytest.mark.parametrize("run", LEFT_OUT_RIGHTLY, ids=lambda run: run.argv)
-def test_a_setting_left_out_is_accepted_if_the_run_trains_as_asked(run, tmp_path, monkeypatch):
+def test_the_probe_accepts_omitted_settings_if_the_run_trains_as_asked(run, tmp_path, monkeypatch):
     assert probe(run.resolve(tmp_path, monkeypatch)) == []
 
 
 @pytest.mark.parametrize("cls", ["FusedAdam", "DeepSpeedCPUAdam"])
-def test_the_defaults_of_deepspeeds_adam_are_those_of_both_classes(cls):
+def test_defaults_assumed_for_deepspeeds_adam_are_those_of_fused_adam_and_cpu_adam(cls):
     real = inspect.signature(getattr(pytest.importorskip("deepspeed.ops.adam"), cls)).parameters
     known = inspect.signature(_optimizer_class({"type": "AdamW"})).parameters
     assert all(known[name].default == real[name].default for name in ("lr", "betas", "eps", "weight_decay"))
 
 
-def test_settings_for_a_gpu_are_not_refused_because_this_machine_has_none():
+def test_the_probe_accepts_tf32_and_nccl_for_gpus_that_this_machine_lacks():
     run = resolve(["--tf32", "true", "--ddp_backend", "nccl"], here(2, hardware=TWO_GPUS, environment={}))
     assert probe(run) == [] and not [found for found in check(run) if found.severity == "error"]
 
 
-def test_a_package_missing_here_is_accepted_if_the_run_trains_elsewhere(tmp_path, monkeypatch):
+def test_the_probe_accepts_a_package_missing_here_if_the_run_trains_on_another_machine(tmp_path, monkeypatch):
     words = "--recipe baseline --optim schedule_free_adamw"
     assert "schedulefree" in probe(Run(words).resolve(tmp_path, monkeypatch))[0].what
     assert probe(Run(words, elsewhere=frozenset()).resolve(tmp_path, monkeypatch)) == []
 
 
-def test_a_launched_process_does_not_check_the_launchers_yaml_again(tmp_path, monkeypatch):
+def test_the_probe_of_a_launched_process_does_not_check_the_accelerate_yaml_again(tmp_path, monkeypatch):
     run = Run(yaml=yaml("MULTI_GPU", "gpu_ids: '0'")).resolve(tmp_path, monkeypatch)
     assert probe(run) and probe(run, launched=True) == []
 
@@ -214,7 +214,7 @@ def test_a_launched_process_does_not_check_the_launchers_yaml_again(tmp_path, mo
 
 
 @pytest.mark.parametrize("yaml_file", ["standard.yaml", "memory_zero3.yaml", "sharded.yaml"])
-def test_the_probe_leaves_the_environment_and_states_unchanged(yaml_file, tmp_path, monkeypatch):
+def test_the_probe_leaves_the_environment_and_accelerates_states_unchanged(yaml_file, tmp_path, monkeypatch):
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -236,7 +236,7 @@ def test_the_probe_restores_an_accelerate_state_that_existed_before():
     assert state.device.type == "cpu" and PartialState().num_processes == 1
 
 
-def test_the_child_imports_the_libraries_and_its_parent_does_not(tmp_path):
+def test_probing_in_a_child_process_leaves_torch_unimported_in_the_parent(tmp_path):
     code = (
         "import sys\n"
         "from recipes.rules.probe import probe_in_child\n"
@@ -248,7 +248,7 @@ def test_the_child_imports_the_libraries_and_its_parent_does_not(tmp_path):
     assert (done.stdout.strip(), done.stderr) == ("['warmup_steps'] False", "")
 
 
-def test_a_child_that_dies_is_reported_with_its_last_line(monkeypatch):
+def test_a_probe_process_that_dies_is_reported_with_its_last_line_of_stderr(monkeypatch):
     def dies(run):
         os.write(2, b"libcudart.so: cannot open shared object file\n")
         os._exit(7)

@@ -22,14 +22,14 @@ LEGAL_AFTER_ALL = [case for subject in SUBJECTS for case in getattr(subject, "LE
 BY_NAME = {rule.name: rule for rule in RULES}
 
 
-def test_every_rule_in_the_folder_is_collected():
+def test_every_rule_in_the_rules_folder_is_collected_under_a_unique_name():
     names = [file.stem for file in Path(rules.__path__[0]).glob("[a-z]*.py")]
     modules = [importlib.import_module(f"recipes.rules.{name}") for name in names]
     written = {item.name for module in modules for item in vars(module).values() if isinstance(item, Rule)}
     assert written <= set(BY_NAME) and len(BY_NAME) == len(RULES)
 
 
-def test_every_rule_has_a_case():
+def test_every_rule_has_a_test_case():
     assert set(CASES) == set(BY_NAME)
 
 
@@ -38,7 +38,7 @@ def test_every_rule_says_which_failure_it_prevents():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rule_fires(name, tmp_path, monkeypatch):
+def test_each_rule_fires_in_its_first_case_with_a_fix_and_a_source(name, tmp_path, monkeypatch):
     found = list(BY_NAME[name](CASES[name][0].resolve(tmp_path, monkeypatch)))
     assert found
     for problem in found:
@@ -47,20 +47,20 @@ def test_rule_fires(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rule_leaves_the_nearest_legal_run_alone(name, tmp_path, monkeypatch):
+def test_each_rule_reports_nothing_for_the_nearest_legal_run(name, tmp_path, monkeypatch):
     run = CASES[name][1].resolve(tmp_path, monkeypatch)
     assert not list(BY_NAME[name](run))
     assert not run.problems
 
 
 @pytest.mark.parametrize(("name", "run", "subject"), ALSO_FIRES, ids=lambda value: getattr(value, "argv", value))
-def test_rule_fires_in_each_further_case(name, run, subject, tmp_path, monkeypatch):
+def test_each_rule_fires_in_its_further_cases(name, run, subject, tmp_path, monkeypatch):
     found = list(BY_NAME[name](run.resolve(tmp_path, monkeypatch)))
     assert [problem for problem in found if subject in problem.subject]
 
 
 @pytest.mark.parametrize(("name", "run"), LEGAL_AFTER_ALL, ids=lambda value: getattr(value, "argv", value))
-def test_rule_does_not_refuse_what_trains(name, run, tmp_path, monkeypatch):
+def test_rules_report_nothing_for_further_legal_runs(name, run, tmp_path, monkeypatch):
     assert not list(BY_NAME[name](run.resolve(tmp_path, monkeypatch)))
 
 
@@ -80,7 +80,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_and_shipped_files_are_legal_everywhere(recipe):
+def test_recipes_and_shipped_accelerate_yamls_are_legal_on_every_machine(recipe):
     for (hardware, world), file in itertools.product(MACHINES.values(), [None, *SHIPPED]):
         world = 1 if file == "single.yaml" else world  # which is what it starts
         config = str(shipped(file)) if file else None

@@ -179,7 +179,7 @@ LEGAL_AFTER_ALL = [
 ]
 
 
-def test_a_missing_package_is_only_advice_if_the_run_trains_elsewhere(tmp_path, monkeypatch):
+def test_a_package_missing_here_is_only_advice_if_the_run_trains_on_another_machine(tmp_path, monkeypatch):
     run = Run(
         "--use_peft --model_name_or_path gpt2 --dataset_name d", missing=("peft",), elsewhere=frozenset()
     ).resolve(tmp_path, monkeypatch)
@@ -200,14 +200,14 @@ SILENT = {
 
 
 @pytest.mark.parametrize("row", SILENT)
-def test_trainer_silently_trains_other_steps_or_saves_other_checkpoints(row, tmp_path):
+def test_settings_that_rules_report_silently_change_trainers_steps_or_checkpoints(row, tmp_path):
     settings, steps, checkpoints = SILENT[row]
     assert train(tmp_path, **settings).state.global_step == steps
     assert len(list(tmp_path.glob("checkpoint-*"))) == checkpoints
     assert_fires(row, settings)
 
 
-def test_what_nothing_reads_changes_nothing(tmp_path):
+def test_ignored_settings_leave_losses_unchanged_and_are_reported_without_an_error(tmp_path):
     ignored = dict(fsdp_config={"fsdp_verion": 2}, gradient_checkpointing_kwargs={"use_rentrant": False})
     expected = losses(train(tmp_path / "plain", logging_steps=1))
     assert losses(train(tmp_path / "ignored", logging_steps=1, **ignored)) == expected
@@ -224,13 +224,13 @@ def test_schedules_without_warmup_ignore_warmup_steps(schedule, tmp_path):
     assert_fires("warmup_steps_is_read", settings)
 
 
-def test_a_compile_backend_compiles_what_torch_compile_switched_off(tmp_path):
+def test_torch_compile_backend_turns_compilation_on_though_torch_compile_is_false(tmp_path):
     settings = dict(torch_compile=False, torch_compile_backend="eager")
     assert arguments(tmp_path, **settings).torch_compile
     assert_fires("compile_settings_compile", settings)
 
 
-def test_a_batch_size_that_is_searched_changes_the_global_batch(tmp_path):
+def test_auto_find_batch_size_changes_the_global_batch(tmp_path):
     model, rows = tiny_llama(), []
     forward = model.forward
 
@@ -246,7 +246,7 @@ def test_a_batch_size_that_is_searched_changes_the_global_batch(tmp_path):
     assert_fires("batch_size_is_not_searched", settings)
 
 
-def test_split_batches_divide_the_global_batch_by_the_processes():
+def test_split_batches_divides_each_dataloader_batch_by_the_number_of_processes():
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
 

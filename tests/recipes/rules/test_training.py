@@ -87,13 +87,7 @@ LEGAL_AFTER_ALL = [
 # --- What really happens --------------------------------------------------------------------------
 
 
-def test_unknown_fsdp_keys_pass_the_constructor(tmp_path):
-    settings = dict(fsdp="full_shard", fsdp_config={"fsdp_verion": 2})
-    assert "verion" in arguments(tmp_path, **settings).fsdp_config
-    assert_fires("nested_settings_are_known", settings)
-
-
-def test_mixed_precision_in_the_yaml_turns_bf16_on_behind_the_arguments(write_yaml, tmp_path, monkeypatch):
+def test_mixed_precision_in_the_accelerate_yaml_trains_in_bf16_without_the_bf16_flag(write_yaml, tmp_path, monkeypatch):
     file = write_yaml("'NO'", "mixed_precision: bf16", processes=1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched(file)["ACCELERATE_MIXED_PRECISION"])
     trainer = train(tmp_path)
@@ -101,7 +95,7 @@ def test_mixed_precision_in_the_yaml_turns_bf16_on_behind_the_arguments(write_ya
     assert_fires("yaml_precision_agrees_with_arguments", {"bf16": False}, config=file)
 
 
-def test_a_precision_that_the_user_writes_wins_over_the_yaml(tmp_path, write_yaml, monkeypatch):
+def test_the_bf16_flag_wins_over_mixed_precision_in_the_accelerate_yaml(tmp_path, write_yaml, monkeypatch):
     file = write_yaml("MULTI_GPU", "mixed_precision: fp16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     assert arguments(tmp_path, bf16=True).mixed_precision == "bf16"
@@ -110,7 +104,7 @@ def test_a_precision_that_the_user_writes_wins_over_the_yaml(tmp_path, write_yam
     assert problem.severity == "advice" and "--bf16 wins" in problem.what
 
 
-def test_dynamo_in_the_yaml_compiles_behind_the_arguments(write_yaml, tmp_path, monkeypatch):
+def test_dynamo_backend_in_the_accelerate_yaml_compiles_though_torch_compile_is_off(write_yaml, tmp_path, monkeypatch):
     file = write_yaml("'NO'", "dynamo_config:", "  dynamo_backend: eager", processes=1)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launched(file)["ACCELERATE_DYNAMO_BACKEND"])
     trainer = train(tmp_path)
@@ -119,7 +113,7 @@ def test_dynamo_in_the_yaml_compiles_behind_the_arguments(write_yaml, tmp_path, 
     assert "from the YAML" in assert_fires("yaml_compiles_what_the_arguments_do_not", {}, config=file).fix
 
 
-def test_fp8_becomes_fp16_on_an_older_card(write_yaml, monkeypatch):
+def test_accelerate_replaces_fp8_by_fp16_on_a_gpu_without_fp8(write_yaml, monkeypatch):
     """Only which card and which packages there are is a stand-in."""
     import torch
     from accelerate import Accelerator
@@ -151,7 +145,7 @@ def test_recent_torch_on_a_v100_has_to_be_built_for_cuda_12_6(torch, severity, m
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_bnb_8bit"])
-def test_offload_replaces_the_optimizer_silently(optim, monkeypatch):
+def test_optimizer_offload_silently_replaces_the_optimizer_by_deepspeed_cpu_adam(optim, monkeypatch):
     """Accelerate's own decision; only the class that would be compiled from C++ is a stand-in."""
     adam = pytest.importorskip("deepspeed.ops.adam")
     import torch
@@ -167,7 +161,7 @@ def test_offload_replaces_the_optimizer_silently(optim, monkeypatch):
     assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": optim})
 
 
-def test_a_warmup_longer_than_the_run_never_ends(tmp_path):
+def test_a_warmup_longer_than_max_steps_never_reaches_the_learning_rate(tmp_path):
     settings = dict(max_steps=2, warmup_steps=10, logging_steps=1)
     history = train(tmp_path, **settings).state.log_history
     assert [entry["learning_rate"] for entry in history if "learning_rate" in entry] == [0, 5e-6]

@@ -12,14 +12,14 @@ worlds, shares, caps, sizes = st.integers(1, 64), st.integers(1, 512), st.intege
 
 
 @given(share=shares, world=worlds, cap=caps)
-def test_the_global_batch_is_kept_with_the_largest_micro_batch_up_to_the_cap(share, world, cap):
+def test_the_global_batch_is_split_exactly_with_the_largest_micro_batch_up_to_the_cap(share, world, cap):
     batch = split(share * world, world, cap)
     assert batch.micro * batch.accumulation * world == batch.total == share * world
     assert batch.micro == max(size for size in range(1, cap + 1) if share % size == 0)
 
 
 @given(total=st.integers(1, 4096), world=worlds, cap=caps, given=st.sampled_from(["", "micro", "accumulation"]))
-def test_a_batch_that_cannot_be_split_is_refused_with_batches_that_can(total, world, cap, given):
+def test_a_global_batch_that_cannot_be_split_is_refused_with_global_batches_that_can_be(total, world, cap, given):
     sizes = {given: 3} if given else {}
     try:
         assert split(total, world, cap, **sizes).total == total
@@ -41,7 +41,7 @@ def test_a_batch_that_cannot_be_split_is_refused_with_batches_that_can(total, wo
         ((48, 2, 4, 12, None, 2), (12, 2, "accumulation: 48 / (12 x 2 groups of 2 processes)")),
     ],
 )
-def test_a_size_that_is_given_wins_over_the_cap(arguments, expected):
+def test_a_given_micro_batch_or_accumulation_wins_over_the_micro_batch_cap(arguments, expected):
     batch = split(*arguments)
     assert (batch.micro, batch.accumulation, batch.reason) == expected
 
@@ -55,7 +55,7 @@ def test_a_global_batch_that_contradicts_micro_batch_and_accumulation_is_refused
 
 
 @given(size=sizes, world=st.integers(1, 256))
-def test_processes_are_divided_by_the_tensor_parallel_size_or_others_are_suggested(size, world):
+def test_processes_not_divisible_by_the_tensor_parallel_size_are_refused_with_valid_numbers(size, world):
     parallelism = Parallelism(autotp=size)
     try:
         assert data_parallel_size(world, parallelism) * size == world

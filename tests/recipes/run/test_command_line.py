@@ -31,7 +31,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("words", FLAGS)
-def test_a_flag_can_be_written_in_the_usual_ways(words):
+def test_flags_are_read_in_the_usual_spellings_of_booleans_numbers_lists_and_json(words):
     run = resolved(words)
     name = [word for word in words.split() if word.startswith("--")][-1][2:].partition("=")[0].replace("-", "_")
     assert run[name.removeprefix("no_")] == FLAGS[words] and not run.problems
@@ -46,7 +46,7 @@ def test_a_flag_can_be_written_in_the_usual_ways(words):
         ("report_to: null", "none"),
     ],
 )
-def test_yaml_exponents_no_and_null_become_the_values_that_a_setting_takes(text, value, config):
+def test_exponents_no_and_null_in_a_config_file_become_values_of_the_settings_type(text, value, config):
     run = resolved(["--config", config(text)])
     assert run[text.partition(":")[0]] == value and not run.problems
 
@@ -67,14 +67,14 @@ def test_a_mistake_in_a_command_line_has_a_fix(words, expected):
     assert [line for line in problems if expected in line and "Fix: " in line]
 
 
-def test_flags_replace_those_of_a_command_line():
+def test_with_flags_replaces_or_removes_the_same_flags_of_a_command_line():
     argv = ["--global-batch-size=8", "--no_packing", "--lora_target_modules", "a", "b", "--seed", "1"]
     flags = {"global_batch_size": 4, "packing": None, "lora_target_modules": ["c", "d"], "fit": True}
     words = "--seed 1 --global_batch_size 4 --lora_target_modules c d --fit true"
     assert with_flags(argv, flags) == words.split()
 
 
-def test_a_setting_under_its_old_and_new_name_is_refused():
+def test_a_setting_given_under_both_its_old_and_its_new_name_is_refused():
     if "activation_checkpointing" not in legal.trainer_fields():
         pytest.skip("this transformers has only the old name")
     assert resolved("--gradient_checkpointing true --activation_checkpointing false").problems
@@ -104,7 +104,7 @@ def field(annotation, default=None):
         ("list", ("a", "b"), ["a", "b"]),
     ],
 )
-def test_values_become_the_type_of_the_field(annotation, value, expected):
+def test_values_are_converted_to_the_type_of_their_setting(annotation, value, expected):
     found = coerce(value, field(annotation))
     assert (found, type(found)) == (expected, type(expected))
 
@@ -118,6 +118,6 @@ def test_a_whole_number_becomes_a_float_only_where_the_default_is_a_float():
     ("annotation", "value"),
     [("int", "1.5"), ("int", True), ("bool", "maybe"), ("float", "fast"), ("int", [1]), ("str", 3), ("float", "nan")],
 )
-def test_values_of_another_type_are_refused(annotation, value):
+def test_values_that_cannot_be_converted_to_the_type_of_their_setting_are_refused(annotation, value):
     with pytest.raises(ValueError, match="needs"):
         coerce(value, field(annotation))

@@ -29,7 +29,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_card_is_found_in_every_spelling_with_its_peak(name):
+def test_a_gpu_is_found_by_every_spelling_of_its_name_with_its_peak_flops(name):
     for spelling in SPELLINGS[name]:
         gpu = find(spelling)
         here = Hardware((Gpu(spelling, gpu.capability, gpu.torch_bytes),))
@@ -44,21 +44,21 @@ def test_a_card_is_found_in_every_spelling_with_its_peak(name):
         ("A100 60GB", "one of A100 40GB, A100 80GB; or, for `recipes plan`, --gpu_memory GB"),
     ],
 )
-def test_a_name_that_is_not_one_card_is_refused_with_those_of_its_chip(name, fix):
+def test_a_gpu_name_without_a_single_match_is_refused_with_the_gpus_of_that_chip(name, fix):
     with pytest.raises(UserError) as error:
         find(name)
     assert [problem.fix for problem in error.value.problems] == [fix]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_card_that_is_not_in_the_catalogue_is_refused_and_has_no_peak(name):
+def test_a_gpu_that_is_not_in_the_catalogue_is_refused_and_has_no_peak_flops(name):
     with pytest.raises(UserError, match=r"is not in the catalogue"):
         find(name)
     assert Hardware((Gpu(name, (8, 0), 2**30),)).peak_flops is None
 
 
 @pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
-def test_the_figures_of_a_card_are_possible(gpu):
+def test_memory_and_peak_flops_of_each_gpu_in_the_catalogue_are_plausible(gpu):
     assert find(gpu.name) is gpu
     assert 0.95 * gpu.gigabytes * 10**9 < gpu.torch_bytes < gpu.gigabytes * 2**30 - 200 * 2**20  # the driver keeps some
     assert (gpu.peak_flops is not None) == (gpu.peak_fp16_flops is None) == (gpu.capability >= (8, 0))

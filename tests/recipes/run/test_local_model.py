@@ -27,7 +27,7 @@ def configurations():
 
 
 @pytest.mark.slow
-def test_a_type_has_a_class_for_a_task_where_the_auto_class_finds_one():
+def test_a_model_type_has_a_class_for_a_task_exactly_where_the_auto_class_has_one():
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     for task, auto in zip(TASKS, (AutoModelForCausalLM, AutoModelForSequenceClassification), strict=True):
@@ -36,7 +36,7 @@ def test_a_type_has_a_class_for_a_task_where_the_auto_class_finds_one():
 
 
 @pytest.mark.slow
-def test_positions_of_a_written_configuration_are_those_of_the_loaded_one(configurations):
+def test_max_positions_read_from_a_config_json_are_those_of_the_loaded_config(configurations):
     """As train.py asks a loaded configuration, and check the config.json."""
     from launch.training.model import described
 
@@ -44,13 +44,13 @@ def test_positions_of_a_written_configuration_are_those_of_the_loaded_one(config
     assert written == {kind: max_positions(described(config)) for kind, config in configurations.items()}
 
 
-def test_a_config_is_read_by_the_field_names_of_its_model_type():
+def test_max_positions_and_text_config_are_read_by_the_field_names_of_the_model_type():
     assert max_positions({"model_type": "gpt2", "n_positions": 512}) == 512
     assert max_positions({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}) == 512
     assert text_config({"model_type": "gemma3", "text_config": {"model_type": "x"}}) == {"model_type": "x"}
 
 
-def test_a_config_json_is_found_in_its_folder_or_by_its_own_name(tmp_path):
+def test_a_config_json_is_found_by_its_own_path_or_by_its_folder(tmp_path):
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "llama"}')
     assert local_config(str(file)) == local_config(str(tmp_path)) == {"model_type": "llama"}

@@ -22,7 +22,7 @@ CODE = Part("somebody/code", 1.5, None, "python", {"question": "prompt", "answer
         (WEIGHTED, [Part("chats.jsonl", 3, "train[:95%]"), CODE]),
     ],
 )
-def test_a_file_of_settings_names_a_source_or_a_mixture(text, parts, config):
+def test_dataset_name_in_a_config_file_is_one_dataset_or_a_mixture(text, parts, config):
     named = resolved(["--config", config(f"dataset_name: {text}")])["dataset_name"]
     assert parts_of(named) == parts
     assert isinstance(named, str) == (len(parts) == 1)
@@ -40,7 +40,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_list_that_is_no_mixture_is_refused(name, config):
+def test_a_dataset_name_list_that_is_no_valid_mixture_is_refused(name, config):
     text, expected = WRONG[name]
     with pytest.raises(UserError) as caught:
         require_legal(resolved(["--config", config(f"dataset_name: {text}")]))
@@ -48,7 +48,7 @@ def test_a_list_that_is_no_mixture_is_refused(name, config):
     assert found.subject == "dataset_name" and expected in found.what and found.fix
 
 
-def test_a_pattern_names_the_files_that_match_unless_a_file_has_that_name(tmp_path):
+def test_a_glob_pattern_names_the_matching_files_unless_a_file_is_named_like_the_pattern(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.csv"):
         (tmp_path / name).write_text("x")
     pattern = tmp_path / "*.jsonl"
@@ -58,7 +58,7 @@ def test_a_pattern_names_the_files_that_match_unless_a_file_has_that_name(tmp_pa
     assert paths_of(str(tmp_path / "*.parquet")) == paths_of("somebody/data") == paths_of(None) == []
 
 
-def test_the_fingerprint_of_a_mixture_is_that_of_its_contents_and_weights(tmp_path):
+def test_the_fingerprint_of_a_mixture_depends_on_file_contents_and_weights_but_not_on_paths(tmp_path):
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         for name in ("a", "b"):
@@ -74,5 +74,5 @@ def test_the_fingerprint_of_a_mixture_is_that_of_its_contents_and_weights(tmp_pa
     assert of("here") != of("there") and fingerprints.of_data(str(tmp_path / "here" / "*.jsonl")) != whole
 
 
-def test_the_title_of_a_long_mixture_is_short():
+def test_the_title_of_a_long_mixture_names_three_datasets_and_counts_the_rest():
     assert title(["a", {"name": "b"}, "c", "d", "e"]) == "a, b, c and 2 more"

@@ -54,7 +54,7 @@ def problems_of(name):
     return [str(problem) for problem in raised.value.problems]
 
 
-def test_a_yaml_is_its_base_and_its_changes_with_their_reasons(files):
+def test_a_recipe_yaml_is_its_base_recipe_plus_its_changes_with_their_reasons(files):
     files(mine_yaml=MINE)
     run, base = run_of("mine.yaml"), run_of("fast")
     changed = {name for name in run if run[name] != base[name]}
@@ -66,13 +66,13 @@ def test_a_yaml_is_its_base_and_its_changes_with_their_reasons(files):
     assert (run["per_device_train_batch_size"], run["output_dir"]) == (2, "outputs/mine")
 
 
-def test_the_command_line_and_a_config_file_win_over_an_own_recipe(files):
+def test_the_command_line_and_a_config_file_win_over_a_users_recipe(files):
     files(mine_yaml=MINE, run_yaml="recipe: mine.yaml\nlearning_rate: 1e-4\n")
     run = resolved("--config run.yaml --logging_steps 7", trained_by="nobody")
     assert (run["learning_rate"], run["logging_steps"], run.recipe.name) == (1e-4, 7, "mine")
 
 
-def test_the_changes_of_an_own_recipe_count_as_written_by_the_user(files):
+def test_changes_of_a_users_recipe_win_over_values_that_its_base_recipe_would_choose(files):
     """Otherwise its base would choose bf16 beside it, or the batch arithmetic win over it."""
     changes = "{fp16: [true, as published], global_batch_size: [64, as published], output_dir: [there, by habit]}"
     files(mine_yaml=f"base: standard\npurpose: x\nchanges: {changes}\n")
@@ -81,13 +81,13 @@ def test_the_changes_of_an_own_recipe_count_as_written_by_the_user(files):
     assert not [problem for problem in check(run) if problem.severity == "error"]
 
 
-def test_the_engine_of_an_own_recipe_is_a_file_beside_it_or_a_shipped_one(files):
+def test_the_engine_of_a_users_recipe_is_an_accelerate_yaml_beside_it_or_a_shipped_one(files):
     files(zero_yaml="compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 1\n")
     files(a_yaml="base: fast\npurpose: x\nengine: zero.yaml\n", b_yaml="base: fast\npurpose: x\nengine: single.yaml\n")
     assert (run_of("a.yaml").engine.title, run_of("b.yaml").engine.title) == ("DeepSpeed ZeRO-2", "one process")
 
 
-def test_a_function_of_a_python_file_is_a_recipe(files):
+def test_a_function_in_a_python_file_can_be_a_recipe(files):
     files(mine_py=PYTHON)
     run = run_of("mine.py:mine", world_size=2)
     assert (run["learning_rate"], run["logging_steps"], run.recipe.name) == (2e-5, 20, "ours")
@@ -95,20 +95,20 @@ def test_a_function_of_a_python_file_is_a_recipe(files):
     assert run.explicit("learning_rate") and not run.explicit("save_total_limit")  # its base's
 
 
-def test_a_function_may_build_on_another(files):
+def test_a_recipe_function_may_build_on_another_recipe_function(files):
     files(mine_py=PYTHON + "def cold():\n    return mine().but('cold', 'Slow.', learning_rate=(1e-6, 'low'))\n")
     run = run_of("mine.py:cold")
     assert (run["learning_rate"], run["logging_steps"], run.recipe.name) == (1e-6, 10, "cold")
     assert run.setting("logging_steps").source == "recipe mine.py"
 
 
-def test_the_factory_of_an_own_recipe_returns_training_arguments(files, tmp_path):
+def test_recipes_recipe_builds_training_arguments_from_a_users_recipe_file(files, tmp_path):
     files(mine_yaml=MINE)
     args = factory("mine.yaml")(output_dir=str(tmp_path / "out"), seed=3)
     assert (args.learning_rate, args.logging_steps, args.seed) == (2e-5, 20, 3)
 
 
-def test_null_leaves_a_setting_to_the_library(files):
+def test_null_in_a_recipe_file_gives_a_setting_the_librarys_default(files):
     files(mine_yaml=_HEAD + "changes: {learning_rate: null, optim: null}")
     run = run_of("mine.yaml")
     assert (run["learning_rate"], run["optim"]) == (5e-5, legal.settings()["optim"].default)
@@ -150,7 +150,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_that_names_the_file(tmp_path, monkeypatch, mistake):
+def test_a_mistake_in_a_recipe_file_is_one_problem_that_names_the_file(tmp_path, monkeypatch, mistake):
     monkeypatch.chdir(tmp_path)
     name, text, expected = MISTAKES[mistake]
     file = name.partition(":")[0]
@@ -159,7 +159,7 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path, monkeypatch, mistak
     assert expected in line and file in line
 
 
-def test_all_mistakes_of_a_file_are_reported_at_once(files):
+def test_all_mistakes_of_a_recipe_file_are_reported_at_once(files):
     files(mine_yaml=_HEAD + "engine: fats.yaml\nchanges: {seed: 3, lerning_rate: [1, a reason]}")
     assert len(problems_of("mine.yaml")) == 3
 
@@ -172,7 +172,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(files):
         ('"x", "a reason"', "seed: needs a whole number"),
     ],
 )
-def test_a_value_whose_function_fails_is_reported_with_the_file(files, decision, expected):
+def test_a_recipe_value_whose_function_fails_or_returns_a_wrong_value_is_refused(files, decision, expected):
     text = "from recipes.catalog import fast\n\n\ndef _seed(run):\n    return {}\n\ndef mine():\n    {}\n"
     files(mine_py=text.format(decision, "return fast().but('ours', 'b', seed=_seed)"))
     run = run_of("mine.py:mine")
@@ -182,13 +182,13 @@ def test_a_value_whose_function_fails_is_reported_with_the_file(files, decision,
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "missing.py", "missing.py:mine", "mine.py:mime", "", "a b"])
-def test_a_file_or_a_function_that_is_not_there_is_one_line(files, name):
+def test_a_missing_recipe_file_or_function_is_reported_in_one_line(files, name):
     files(mine_py=PYTHON)
     (problem,) = problems_of(name)
     assert "\n" not in str(problem)
 
 
-def test_a_recipe_given_as_a_configuration_says_which_flag_takes_it(files):
+def test_a_recipe_file_given_to_config_is_refused_with_the_recipe_flag_as_the_fix(files):
     files(mine_yaml=MINE)
     with pytest.raises(UserError, match=r"mine.yaml is a recipe. Fix: --recipe mine.yaml"):
         resolved("--config mine.yaml")

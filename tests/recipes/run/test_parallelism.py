@@ -37,34 +37,34 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_tensor_parallel_size_is_read_from_each_place_that_sets_it(name, files):
+def test_the_tensor_parallel_size_is_read_from_yaml_json_variables_and_arguments(name, files):
     argv, settings, place = PLACES[name]
     run = resolved(argv, None if "accelerate_config" in place else 4, settings, **place)
     assert (run.world_size, run.data_parallel_size, str(run.batch)) == (4, 2, "4 x 2 x 2 = 16")
 
 
-def test_variables_that_accelerate_does_not_read_set_nothing():
+def test_the_tp_size_variable_is_ignored_without_accelerate_use_parallelism_config():
     assert resolved("", 4, environment=TP).data_parallel_size == 4
 
 
-def test_text_is_not_a_parallelism_config():
+def test_a_parallelism_config_given_as_text_is_refused():
     (problem,) = resolved(["--parallelism_config", '{"sp_size": 2}']).problems
     assert "needs accelerate's ParallelismConfig" in problem.what and "autotp_size" in problem.fix
 
 
-def test_a_world_that_cannot_be_divided_is_refused_with_those_that_can(files):
+def test_num_processes_not_divisible_by_the_tensor_parallel_size_is_refused_with_valid_numbers(files):
     (problem,) = resolved("--deepspeed ds.json", 3).problems
     assert (problem.subject, problem.fix) == ("num_processes", "--num_processes 2 or 4")
 
 
 @pytest.mark.parametrize("size", ["sp_size", "cp_size"])
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_refused_sequence_or_context_parallel_size_is_the_only_error(size, world):
+def test_sp_size_and_cp_size_are_each_refused_with_exactly_one_error(size, world):
     run = resolved("", world, {"parallelism_config": ParallelismConfig(**{size: 2})})
     assert [problem.subject for problem in check(run) if problem.severity == "error"] == [size]
 
 
-def test_a_script_on_gpus_may_use_tensor_parallelism():
+def test_a_users_own_script_may_use_tensor_parallelism_on_gpus():
     place = dict(hardware=TWO_GPUS, trained_by="script")
     run = resolved("", 2, {"parallelism_config": ParallelismConfig(tp_size=2)}, **place)
     assert not [problem for problem in check(run) if problem.severity == "error"]

@@ -18,7 +18,7 @@ from tests.support.real_failures import launched
 from tests.support.runs import CPU, H100, TWO_GPUS, machine, resolved
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_the_recipe(config):
+def test_the_command_line_wins_over_the_config_file_and_the_config_file_over_the_recipe(config):
     path = config("recipe: fast\nlogging_steps: 7\nlearning_rate: 1e-4\n")
     run = resolved(["--config", path, "--learning_rate", "2e-4"])
     assert (run["learning_rate"], run["logging_steps"], run["save_total_limit"]) == (2e-4, 7, 2)
@@ -30,7 +30,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_recipe(config
     steps=st.integers(1, 10_000),
     world=st.sampled_from([1, 2, 4, 8, 16]),
 )
-def test_the_values_of_a_command_line_are_those_that_train(recipe, rate, steps, world):
+def test_values_of_the_command_line_reach_the_training_arguments(recipe, rate, steps, world):
     run = resolved(["--recipe", recipe, "--learning_rate", repr(rate), "--max_steps", str(steps)], world_size=world)
     arguments = run.training_arguments()
     assert not run.problems
@@ -39,13 +39,13 @@ def test_the_values_of_a_command_line_are_those_that_train(recipe, rate, steps, 
 
 
 @pytest.mark.parametrize("value", ["none", "0", "-1", "true", "", "{}", "[]", "nan", "1e400", "/nonexistent", "a b"])
-def test_no_value_of_any_setting_breaks_the_check(value):
+def test_no_odd_value_of_any_setting_crashes_the_check(value):
     for name in legal.settings():
         with contextlib.suppress(UserError):
             check(resolved([f"--{name}", value]))
 
 
-def test_gpus_that_are_not_to_be_used_decide_nothing():
+def test_use_cpu_turns_bf16_torch_compile_and_tf32_off_on_a_machine_with_a_gpu():
     run = resolved("--recipe fast --use_cpu", hardware=machine(H100))
     assert (run["bf16"], run["torch_compile"], run["tf32"]) == (False, False, None)
 
@@ -94,18 +94,18 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_recipe_launch_flags_and_hardware_decide_the_engine(name, folder):
+def test_the_engine_depends_on_recipe_flags_yaml_launcher_variables_and_hardware(name, folder):
     argv, hardware, place, title = ENGINES[name]
     assert resolved(argv, 2, hardware=hardware, **place).engine_title.startswith(title)
 
 
-def test_the_launcher_still_reads_its_own_yaml_around_another_engine(folder):
+def test_the_accelerate_yaml_is_still_read_and_checked_if_the_recipe_has_another_engine(folder):
     run = resolved("--recipe memory", hardware=Hardware(cores=2), accelerate_config="ddp.yaml")
     assert (run.outer_engine.source, run.world_size) == ("ddp.yaml", 2)
     assert [problem.subject for problem in check(run)] == ["mixed_precison"]
 
 
-def test_a_recipe_that_starts_fsdp_itself_sets_the_launchers_variables():
+def test_launch_variables_computed_from_sharded_yaml_are_those_of_accelerate_launch():
     file = shipped("sharded.yaml")
     ours, theirs = launch_environment(from_yaml(file)), launched(file)
     assert {name: value.lower() for name, value in ours.items()} == {name: theirs[name].lower() for name in ours}

@@ -10,7 +10,7 @@ from recipes.run.batch import Batch
 from tests.support.runs import resolved
 
 
-def test_each_value_says_where_it_came_from(config):
+def test_each_setting_names_the_source_of_its_value(config):
     path = config("logging_steps: 7\n")
     run = resolved(["--config", path, "--seed", "1"])
     names = ("seed", "logging_steps", "save_total_limit", "per_device_train_batch_size", "adam_beta1", "use_cpu")
@@ -33,12 +33,12 @@ def test_the_demonstrations_max_steps_do_not_apply_where_data_or_epochs_are_give
     assert resolved("--num_train_epochs 3")["max_steps"] == -1  # epochs that the user wrote
 
 
-def test_a_run_cannot_be_changed():
+def test_a_resolved_run_is_immutable():
     with pytest.raises(FrozenInstanceError):
         resolved("").batch = None
 
 
-def test_a_limit_makes_another_run_and_lowers_only_a_value_that_the_user_did_not_write():
+def test_a_limit_returns_a_new_run_and_lowers_only_values_that_the_user_did_not_set():
     run = resolved("--dataset_name data.jsonl")
     limited = run.limited("max_length", 128, "the model's longest sequence")
     assert run["max_length"] == 1024
@@ -48,7 +48,7 @@ def test_a_limit_makes_another_run_and_lowers_only_a_value_that_the_user_did_not
     assert written.limited("max_length", 128, "") is written
 
 
-def test_another_batch_makes_another_run_and_values_that_depend_on_it_follow():
+def test_a_run_copied_with_another_batch_recomputes_the_values_that_depend_on_the_batch():
     run = resolved("--recipe fast", world_size=1)
     split = replace(run, batch=Batch(16, 1, 1, "measured", "fit.json"))
     assert (run["gradient_accumulation_steps"], run["ddp_static_graph"]) == (2, False)

@@ -65,18 +65,18 @@ def gained(before: Training, after: Training) -> float:
         ("saving", replace(WELL, checkpoint=0.5, save_every=4), replace(WELL, checkpoint=0.5, save_every=20)),
     ],
 )
-def test_a_change_gains_what_was_predicted(key, before, after):
+def test_an_advised_change_gains_its_predicted_throughput_in_simulation(key, before, after):
     assert gained(before, after) == pytest.approx(advice(before)[key].gain, rel=0.25)
 
 
-def test_more_accumulation_is_another_training_that_gains_what_was_predicted():
+def test_advised_accumulation_gains_its_predicted_throughput_and_is_marked_as_another_training():
     still = replace(SLOW_LINK, bandwidth=4e9)
     found = advice(still)["accumulation"]
     after = replace(still, global_batch=found.flags["global_batch_size"])
     assert not found.same_training and gained(still, after) == pytest.approx(found.gain, rel=0.05)
 
 
-def test_a_larger_micro_batch_saves_the_fixed_cost_of_the_passes_it_spares():
+def test_an_advised_larger_micro_batch_gains_its_predicted_throughput_in_simulation():
     small = replace(WELL, largest_micro_batch=4, launch=2e-2)
     found = advice(small, pass_overhead=2e-2)["micro_batch"]
     twice = replace(small, largest_micro_batch=8)
@@ -84,13 +84,13 @@ def test_a_larger_micro_batch_saves_the_fixed_cost_of_the_passes_it_spares():
     assert gained(small, twice) == pytest.approx(found.gain, rel=0.1)
 
 
-def test_nothing_is_advised_where_nothing_is_lost_and_no_compression_of_latency():
+def test_a_run_without_losses_gets_no_advice_and_latency_gets_no_gradient_compression():
     assert advice(WELL) == {}
     latency = advice(replace(WELL, latency=3e-3, gradients=1e6, bandwidth=1e11))
     assert "compression" not in latency and not latency["accumulation"].same_training
 
 
-def test_fewer_processes_are_advised_where_more_are_slower():
+def test_fewer_processes_are_advised_if_more_processes_are_slower():
     rows = [Timing(1, 100.0, samples=1000), Timing(4, 217.4, samples=1000)]
     series = analyse(rows)[0]
     found = advise(series.sizes[-1], series)
@@ -111,7 +111,7 @@ def test_fewer_processes_are_advised_where_more_are_slower():
     ],
     ids=["right", "wrong", "noisy", "single"],
 )
-def test_a_prediction_stands_beside_what_was_measured(ratios, says):
+def test_a_predicted_gain_is_compared_with_the_measured_gain_or_called_too_noisy_to_judge(ratios, says):
     """Compression, predicted to gain a half, tried once for each ratio of throughputs."""
     rows = [Timing(2, 10.0, samples=100, applied=f"{BEFORE}: compression") for _ in ratios]
     rows += [Timing(2, 10.0 / ratio, samples=100, applied="compression", predicted=1.5) for ratio in ratios]

@@ -36,7 +36,7 @@ def of_rates(throughputs: dict[int, float]) -> Series:
     st.floats(0, 1),
     st.floats(1e-3, 1e6),
 )
-def test_amdahls_serial_fraction_is_found_again_from_three_sizes_on(worlds, serial, alone):
+def test_the_serial_fraction_of_amdahls_law_is_recovered_from_three_or_more_world_sizes(worlds, serial, alone):
     (series,) = analyse([Timing(world, alone * (serial + (1 - serial) / world)) for world in worlds])
     assert series.serial_fraction == (pytest.approx(serial, abs=1e-9) if len(worlds) >= 3 else None)
 
@@ -44,7 +44,7 @@ def test_amdahls_serial_fraction_is_found_again_from_three_sizes_on(worlds, seri
 # --- How fast ------------------------------------------------------------------------------------
 
 
-def test_more_processes_that_are_slower_than_fewer_are_negative_scaling():
+def test_a_slowdown_with_more_processes_is_called_negative_scaling():
     found = of_rates({1: 255, 4: 691, 8: 666})
     words = sentences.verdict(found.sizes[-1], found)
     assert [size.band for size in found.sizes] == ["", "poor", "negative scaling"]
@@ -53,7 +53,7 @@ def test_more_processes_that_are_slower_than_fewer_are_negative_scaling():
     assert "Of the measured sizes 4 is the best, 2.71 times as fast as 1" in sentences.law(found)
 
 
-def test_a_slowdown_within_the_spread_of_repeats_is_not_negative_and_gives_no_advice():
+def test_a_slowdown_within_the_spread_of_repeats_is_not_negative_scaling_and_gets_no_advice():
     times = {1: (100, 101, 99), 2: (60, 66, 55), 4: (61, 67, 54)}
     (series,) = analyse([Timing(world, time) for world, repeats in times.items() for time in repeats])
     assert [size.band for size in series.sizes[1:]] == ["good", "poor"]
@@ -61,7 +61,7 @@ def test_a_slowdown_within_the_spread_of_repeats_is_not_negative_and_gives_no_ad
 
 
 @pytest.mark.parametrize(("speedup", "says"), [(3.492, "87.3% efficiency: excellent"), (0.46, "11.5% efficiency: neg")])
-def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
+def test_a_published_speedup_alone_gets_an_efficiency_band_but_no_cause_of_lost_time(speedup, says):
     """IMDB and AG News on 4 GPUs: only ratios were published."""
     rows = [Timing(1, 100), Timing(4, 100 / speedup)]
     assert says in words_of(rows) and last(rows).cause is None
@@ -77,7 +77,7 @@ def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
         ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small to derive a limit from sizes up to 4."),
     ],
 )
-def test_amdahls_law_gives_the_greatest_speedup_or_why_it_cannot(rates, says):
+def test_amdahls_law_gives_the_greatest_speedup_or_the_reason_why_none_is_known(rates, says):
     assert sentences.law(of_rates(rates)).endswith(says)
     (more,) = analyse([Timing(world, 100 + world, samples=1000 * world) for world in (1, 2, 4)])
     assert more.serial_fraction is None and "with the same work" in sentences.law(more)
@@ -97,13 +97,13 @@ WAITING = Timing(2, 100, step_time=1.0, data_wait=0.2, communication=0.4)
         ({"workers": 2, "communication": 0.0, "saving": 0.4}, "saving"),
     ],
 )
-def test_data_loading_is_the_cause_if_it_sets_the_pace(changed, first):
+def test_data_loading_is_the_cause_of_lost_time_only_if_it_sets_the_pace(changed, first):
     rows = [replace(WAITING, **changed)]
     assert last(rows).cause == first
     assert ("Data loading sets the pace: 200 ms of a 1 s step (20%)" in words_of(rows)) == (first == "data")
 
 
-def test_contention_shows_without_weak_rows_at_the_same_micro_batch():
+def test_contention_is_found_without_weak_scaling_rows_if_the_micro_batch_is_the_same():
     one = Timing(1, 60, global_batch=16, micro_batch=4, step_time=0.6, no_sync_step=0.6, no_sync_step_max=0.6)
     two = replace(one, num_processes=2, epoch_time=57, step_time=0.57, no_sync_step=0.57, no_sync_step_max=0.57)
     assert last([one, two]).cause == "contention"
@@ -123,7 +123,7 @@ def repeats(waits: list[float], **known) -> list[Timing]:
     return [row(2, 0.5 + wait, wait, **known) for wait in waits]
 
 
-def test_where_repeats_differ_by_more_than_the_effect_there_is_no_cause_and_no_advice():
+def test_no_cause_of_lost_time_is_named_and_nothing_advised_if_repeats_differ_too_much():
     rows = ALONE + repeats([0.0, 0.15, 0.5])
     (series,) = analyse(rows)
     assert (series.sizes[-1].cause, series.sizes[-1].losses.undecided) == (None, "noise")
@@ -132,14 +132,14 @@ def test_where_repeats_differ_by_more_than_the_effect_there_is_no_cause_and_no_a
     assert "Measure on a quiet machine; on this one, `recipes scale run --repeats" in words_of(rows)
 
 
-def test_lost_time_that_nothing_explains_is_called_unexplained():
+def test_lost_time_without_a_measured_cause_is_called_unexplained():
     rows = [ALONE[0], replace(repeats([0.0])[0], step_time=1.0, other=0.5)]
     assert last(rows).cause is None
     assert "500 ms per step are unexplained." in words_of(rows)
 
 
 @pytest.mark.parametrize(("ranks", "says"), [([1, 1], "(rank 1, node, cuda:0)."), ([1, 0], "for 500 ms.")])
-def test_the_slowest_process_is_named_if_it_is_always_the_same(ranks, says):
+def test_a_straggler_is_named_by_rank_and_device_only_if_it_is_always_the_same_rank(ranks, says):
     slow = [
         row(2, 0.7, forward=0.2, no_sync_step=0.5, no_sync_step_max=0.7, slowest_rank=rank, slowest_host="node")
         for rank in ranks
@@ -154,7 +154,7 @@ HIDDEN = {"engine": "deepspeed", "communication": None, "no_sync_step": None, "n
 ZERO = [replace(row(1, 1.0), **HIDDEN), replace(row(2, 0.9), **HIDDEN)]
 
 
-def test_deepspeed_zero_gets_a_bound_on_the_causes_that_it_cannot_tell_apart():
+def test_deepspeed_zero_gets_one_upper_bound_for_communication_contention_and_stragglers():
     share = replace(row(1, 0.5), global_batch=8, micro_batch=8, scaling="weak", **HIDDEN)
     (cause,) = last([*ZERO, share]).losses.named
     assert (cause.key, cause.seconds) == ("hidden", pytest.approx(0.4))
@@ -163,13 +163,13 @@ def test_deepspeed_zero_gets_a_bound_on_the_causes_that_it_cannot_tell_apart():
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", ""])
-def test_if_a_pass_includes_the_exchange_the_verdict_names_the_run_that_would_bound_it(engine):
+def test_a_verdict_asks_for_a_weak_scaling_run_if_backward_times_include_communication(engine):
     rows = [replace(one, engine=engine) for one in ZERO]
     assert (last(rows).cause, last(rows).losses.undecided) == (None, "hidden")
     assert "`recipes scale run --scaling weak --num_processes 1 2`" in words_of(rows)
 
 
-def test_a_single_row_speaks_of_what_was_measured_and_does_not_call_itself_healthy():
+def test_the_verdict_on_one_row_names_its_largest_measured_loss_and_asks_for_a_reference_run():
     words = words_of(repeats([0.2]))
     assert "Of what was measured, the largest loss is communication" in words
     assert "`recipes scale run --num_processes 1 2`" in words
@@ -206,9 +206,9 @@ FLAGS = [f"--seed 1 --max_length {length}" for length in (64, 128)]
     ],
     ids=["strong", "weak", "apart", "two names", "two lengths", "no jobs"],
 )
-def test_rows_are_paired_by_their_training(rows, titles):
+def test_timing_rows_of_the_same_training_form_one_series(rows, titles):
     assert [series.title for series in analyse(rows)] == titles
 
 
-def test_a_run_that_tries_a_recommendation_is_no_part_of_the_series():
+def test_a_run_that_applies_an_advice_is_left_out_of_the_scaling_series():
     assert last([Timing(1, 100), Timing(2, 50), Timing(2, 10, applied="before")]).repeats == 1

@@ -128,7 +128,7 @@ def verdicts():
     return [(case, size, case.outcome(size)) for case, size in found]
 
 
-def test_98_of_100_verdicts_are_right_or_rightly_undecided(verdicts):
+def test_at_least_98_percent_of_simulated_verdicts_are_right_or_rightly_undecided(verdicts):
     """And to be undecided is no way out: where every part was measured it is rare."""
     for case, size, outcome in verdicts:
         if outcome in ("wrong", "timid"):
@@ -141,7 +141,7 @@ def test_98_of_100_verdicts_are_right_or_rightly_undecided(verdicts):
     assert measured_whole["right"] >= 0.9 * measured_whole.total()
 
 
-def test_only_fewer_processes_are_advised_where_noise_hides_the_cause(verdicts):
+def test_only_fewer_processes_are_advised_if_noise_hides_the_cause_of_lost_time(verdicts):
     noisy = [case for case, size, _ in verdicts if size.losses.undecided == "noise"]
     advised = {one.key for case in noisy for one in advise(strong(case.rows).sizes[-1], strong(case.rows))}
     assert noisy and advised <= {"fewer"}  # fewer processes are faster by more than the repeats differ

@@ -9,7 +9,7 @@ from recipes.scaling.analyse import analyse
 from recipes.scaling.timings import COLUMNS, Timing, append, parse_row, read
 
 
-def test_rows_that_were_written_are_read_back_with_the_same_names(tmp_path):
+def test_timing_rows_written_as_jsonl_are_read_back_with_the_same_column_names(tmp_path):
     """Other tools read these files too."""
     filled = {"int": 3, "float": 0.25, "str": "a, b"}
     row = {name: filled[kind.split(" ")[0]] for name, kind in COLUMNS.items()} | {"scaling": "weak"}
@@ -46,11 +46,11 @@ TWO = [Timing(1, 100.0, name="mine"), Timing(2, 60.0, name="mine")]
     }.items(),
     ids=lambda item: item[0],
 )
-def test_a_csv_that_anyone_writes_is_read(rows_of, written):
+def test_a_handwritten_csv_of_timings_is_read_despite_blank_rows_and_extra_columns(rows_of, written):
     assert rows_of(written[1], encoding="utf-8-sig") == TWO
 
 
-def test_jsonl_that_anyone_writes_is_read(rows_of):
+def test_a_handwritten_jsonl_of_timings_is_read_despite_blank_lines_and_extra_keys(rows_of):
     lines = ['{"num_processes": 1, "epoch_time": 100, "note": []}', "", '{"num_processes": "2", "epoch_time": 60.0}']
     assert rows_of("\n".join(lines), "mine.jsonl") == TWO
 
@@ -68,7 +68,7 @@ def test_jsonl_that_anyone_writes_is_read(rows_of):
     ],
     ids=str,
 )
-def test_an_impossible_value_is_named_with_its_file_and_line(rows_of, row):
+def test_an_impossible_value_in_timings_is_refused_with_its_file_and_line(rows_of, row):
     good = {"num_processes": 1, "epoch_time": 100}
     with pytest.raises(UserError) as error:
         rows_of(f"{json.dumps(good)}\n{json.dumps(good | row)}", "mine.jsonl")
@@ -82,7 +82,7 @@ def test_weak_scaling_rows_without_samples_are_refused(rows_of):
         rows_of("num_processes,epoch_time,scaling\n1,100,weak\n2,77,weak\n")
 
 
-def test_the_mistakes_of_all_rows_are_reported_at_once(rows_of):
+def test_mistakes_in_all_rows_of_a_timings_file_are_reported_at_once(rows_of):
     with pytest.raises(UserError) as error:
         rows_of("num_processes,epoch_time\n1,fast\n2,60\n0,3\n4,\n")
     found = [(problem.subject, problem.source.rpartition(" ")[2]) for problem in error.value.problems]
@@ -99,7 +99,7 @@ def test_the_mistakes_of_all_rows_are_reported_at_once(rows_of):
         ("missing/mine.csv", None, "cannot be read"),
     ],
 )
-def test_a_file_that_holds_no_rows_says_what_belongs_there(tmp_path, name, text, says):
+def test_a_timings_file_without_valid_rows_is_refused_with_the_columns_it_needs(tmp_path, name, text, says):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=says) as error:
@@ -110,7 +110,7 @@ def test_a_file_that_holds_no_rows_says_what_belongs_there(tmp_path, name, text,
 # --- Throughput ----------------------------------------------------------------------------------
 
 
-def test_a_throughput_alone_is_enough_and_beside_samples_or_time_it_gives_the_other(rows_of):
+def test_a_throughput_column_is_enough_and_completes_missing_samples_or_epoch_time(rows_of):
     rows = rows_of("num_processes,samples_per_second\n1,255\n4,691\n8,666\n")
     assert [row.timed for row in rows] == ["1000 samples"] * 3
     (series,) = analyse(rows)

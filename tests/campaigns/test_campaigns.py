@@ -218,7 +218,7 @@ def test_a_changed_optimizer_state_in_the_last_checkpoint_is_found_as_a_differen
         ("resuming damage --count 12 --engine single ddp", " 0 lost"),
     ],
 )
-def test_short_legality_and_resuming_campaigns_find_no_problem(words, ends):
+def test_recipes_check_agrees_with_random_runs_and_killed_or_damaged_runs_are_never_lost(words, ends):
     done = campaign(*words.split(), "--seed", "slow tier")
     assert done.returncode == 0 and ends in done.stdout, done.stdout + done.stderr
 

@@ -52,7 +52,7 @@ def test_a_recipe_function_does_not_set_the_demonstrations_max_steps(tmp_path):
     assert recipes.fast(str(tmp_path)).max_steps == -1
 
 
-def test_arguments_of_a_single_process_that_sees_two_gpus_have_n_gpu_1(tmp_path, monkeypatch):
+def test_training_arguments_have_n_gpu_1_in_one_process_that_sees_two_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)  # as in a process that sees two GPUs
     assert recipes.standard(str(tmp_path))._n_gpu == 1
 

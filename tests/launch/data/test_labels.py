@@ -136,7 +136,7 @@ def test_the_class_names_of_a_model_are_kept_if_they_cover_the_data(case, tmp_pa
 # --- What the run says of it ---------------------------------------------------------------------
 
 
-def test_a_problem_type_found_in_the_labels_has_data_as_its_source(tmp_path):
+def test_the_source_of_a_problem_type_inferred_from_the_labels_is_data(tmp_path):
     run, advice = recognised(labelled(tmp_path, [0.5]), REGRESSION)
     assert (run["problem_type"], run.setting("problem_type").source, advice) == (REGRESSION, "data", [])
 
@@ -149,7 +149,7 @@ def test_settings_are_checked_again_once_the_labels_give_the_problem_type(tmp_pa
     assert [found.subject for found in advice] == ["label_smoothing_factor"]
 
 
-def test_decimal_labels_in_parquet_are_read_as_regression_numbers(tmp_path, tokenizer):
+def test_parquet_labels_of_decimal_type_are_read_as_regression_numbers(tmp_path, tokenizer):
     rows = pa.table({"text": ["one", "two"], "label": pa.array([Decimal("0.5"), Decimal("2.0")])})
     parquet.write_table(rows, tmp_path / "rows.parquet")
     run = run_with(dataset_name=str(tmp_path / "rows.parquet"), task="sequence_classification")

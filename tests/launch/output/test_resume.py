@@ -421,7 +421,9 @@ def test_resume_from_checkpoint_does_not_overwrite_a_finished_run(begun, asked, 
     assert look_ahead(asked(folder, *SIX_STEPS, *named))
 
 
-def test_a_checkpoint_abandoned_by_resume_from_checkpoint_is_not_resumed(finished, found, tiny_model, texts, tmp_path):
+def test_a_resume_skips_later_checkpoints_that_a_restart_from_an_earlier_one_left_behind(
+    finished, found, tiny_model, texts, tmp_path
+):
     """It went back to step 2 with another seed, and was killed before its first checkpoint."""
     (finished / "checkpoint-6" / "rng_state_1.pth").touch()
     given_up = shutil.copytree(at_step(finished, 6) / "checkpoint-6", tmp_path / "given-up")

@@ -188,13 +188,13 @@ def test_the_probe_accepts_omitted_settings_if_the_run_trains_as_asked(run, tmp_
 
 
 @pytest.mark.parametrize("cls", ["FusedAdam", "DeepSpeedCPUAdam"])
-def test_defaults_assumed_for_deepspeeds_adam_are_those_of_fused_adam_and_cpu_adam(cls):
+def test_adam_defaults_assumed_by_the_probe_equal_those_of_deepspeeds_fused_and_cpu_adam(cls):
     real = inspect.signature(getattr(pytest.importorskip("deepspeed.ops.adam"), cls)).parameters
     known = inspect.signature(_optimizer_class({"type": "AdamW"})).parameters
     assert all(known[name].default == real[name].default for name in ("lr", "betas", "eps", "weight_decay"))
 
 
-def test_the_probe_accepts_tf32_and_nccl_for_gpus_that_this_machine_lacks():
+def test_the_deep_check_accepts_tf32_and_nccl_for_gpus_that_are_on_another_machine():
     run = resolve(["--tf32", "true", "--ddp_backend", "nccl"], here(2, hardware=TWO_GPUS, environment={}))
     assert probe(run) == [] and not [found for found in check(run) if found.severity == "error"]
 

@@ -24,7 +24,7 @@ class Parallelism:
     groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would also do
     so, but a rule refuses both. With replicas and shards (HSDP) each process has its own examples.
     `source` is the file, argument or launcher that sets the sizes, or empty. A value that is not a
-    whole number above 0 is read as 1; `rules.probe` lets accelerate and DeepSpeed refuse it.
+    whole number above 0 is read as 1; the probe or a rule reports the value.
     """
 
     dp_replicate_size: int = 1
@@ -41,7 +41,7 @@ class Parallelism:
         return self.tp_size * self.autotp
 
     def __str__(self) -> str:
-        """The sizes above 1 in words, such as `tensor parallel 2`; empty if there are none."""
+        """Tensor parallelism and replicas in words, such as `tensor parallel 2`; else empty."""
         words = [f"tensor parallel {self.sharing}"] if self.sharing > 1 else []
         if self.dp_replicate_size > 1:
             words.append(f"{self.dp_replicate_size} replicas of {self.dp_shard_size} shards")
@@ -77,8 +77,8 @@ class Engine:
     `kind` is single, ddp, deepspeed, fsdp or another of accelerate's distributed types in lower
     case. `source` is the file, argument or launcher that names the engine. `raw` is the content of
     its Accelerate YAML. `num_processes` comes from the command line, else from the YAML, else None.
-    `json` is the DeepSpeed JSON, None without one. `fsdp` holds FSDP's settings, by their names
-    without the prefix `fsdp_`.
+    `json` is the DeepSpeed JSON, None without a readable one. `fsdp` holds FSDP's settings, by
+    their names without the prefix `fsdp_`.
     """
 
     kind: str
@@ -113,9 +113,9 @@ _KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": 
 
 
 def from_yaml(path: str | Path) -> Engine:
-    """Read the engine of an Accelerate YAML. An illegal value raises nothing: a rule reports it.
+    """Read the engine of an Accelerate YAML. Rules and the probe report illegal values later.
 
-    Raises `UserError` for an empty file, because `accelerate launch` would end in a traceback.
+    Raises `UserError` if the file cannot be read, is not a YAML mapping, or is empty.
     """
     raw = read_yaml(path, "--accelerate_config")
     if not raw:
@@ -180,11 +180,11 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
 
 
 def launch_environment(engine: Engine) -> dict[str, str]:
-    """The variables that `accelerate launch` would export for a DeepSpeed or FSDP YAML."""
+    """The variables that `accelerate launch` exports for the keys of a DeepSpeed or FSDP YAML."""
     if engine.kind == "fsdp":
-        section = _section(engine.raw, "fsdp_config")
-        given = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in section.items()}
-        return {"ACCELERATE_USE_FSDP": "true", **{key.upper(): value for key, value in given.items()}}
+        given = {"ACCELERATE_USE_FSDP": True, **_section(engine.raw, "fsdp_config")}
+        words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in given.items()}
+        return {key.upper().replace("_LAYER_CLS_", "_CLS_"): value for key, value in words.items()}
     section = _section(engine.raw, "deepspeed_config")
     given = {name: str(section[key]).lower() for key, name in _DEEPSPEED_VARIABLES.items() if key in section}
     steps = str(section.get("gradient_accumulation_steps", "auto"))

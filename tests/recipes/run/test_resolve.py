@@ -105,7 +105,8 @@ def test_the_accelerate_yaml_is_still_read_and_checked_if_the_recipe_has_another
     assert [problem.subject for problem in check(run)] == ["mixed_precison"]
 
 
-def test_launch_variables_computed_from_sharded_yaml_are_those_of_accelerate_launch():
-    file = shipped("sharded.yaml")
+def test_launch_variables_computed_from_an_fsdp_yaml_are_those_of_accelerate_launch(tmp_path):
+    file, section = tmp_path / "fsdp.yaml", "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: Block"
+    file.write_text(shipped("sharded.yaml").read_text().replace("fsdp_config:", section))
     ours, theirs = launch_environment(from_yaml(file)), launched(file)
     assert {name: value.lower() for name, value in ours.items()} == {name: theirs[name].lower() for name in ours}

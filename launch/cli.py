@@ -2,7 +2,7 @@
 
 The module of a command has a function `add_parser(commands)`, which adds the command's parser to
 argparse's `commands`. This parser sets `run`, the function that carries out the command. `run` gets
-the parsed options, and the arguments that the parser does not know, which are train.py's flags.
+the parsed options, and train.py's flags: the arguments after `--`, or unknown to the parser.
 """
 
 import argparse
@@ -53,7 +53,7 @@ GROUPS = {
         "train": Command("train here: accelerate launch with the recipe's YAML", _TRAIN, True),
         "rerun": Command("repeat a recorded run, and list what differs here", ("launch.commands.rerun",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", _TRAIN),
-        "status": Command("show the state of submitted runs", _TRAIN),
+        "status": Command("show the state of runs, submitted or not", _TRAIN),
         "logs": Command("print the log of a submitted run", _TRAIN),
         "evaluate": Command("measure the model of a run on held-out or on other data", _USE, True, as_train=True),
         "generate": Command("answer a prompt with the model of a run", _USE, as_train=True),
@@ -150,7 +150,7 @@ def _no_command(name: str) -> UserError:
 
 
 def _parser(name: str, command: Command) -> Parser:
-    """Return the parser of `recipes` with this command as its only subcommand."""
+    """Return the parser of `recipes` with all commands of this command's modules as subcommands."""
     parser = Parser("recipes", usage=_USAGE)
     commands = parser.add_subparsers(prog="recipes", required=True, metavar="COMMAND")
     modules = [import_module(module) for module in command.modules]

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*dict.fromkeys([*names, *dashed]), **options)
 
     def takes(self, run: Callable[..., int], table: str, **defaults: Any) -> None:
-        """Add an argument for each line of `table`. The command calls `run` with the options.
+        """Add an argument for each line of `table`. The command calls `run(options, rest)`.
 
         Two spaces separate the argument from its help. An argument is `NAME`, `[NAME]` (optional),
         `--flag NAME`, or `--flag` for a switch. N is a whole number from 1; GB, GB/s and SHARE are

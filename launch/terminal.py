@@ -29,7 +29,7 @@ def memory_size(size_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with three digits, because no timing is more exact: `12.3 ms`, `125 s`."""
+    """Format seconds with about three digits, as no timing is more exact: `12.3 ms`, `125 s`."""
     value, unit = (seconds, "s") if seconds >= 0.9995 else (seconds * 1000, "ms")
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:,.{digits}f} {unit}"
@@ -44,7 +44,7 @@ def value_text(value: object) -> str:
 
 
 def finish_printing() -> None:
-    """Flush stdout. If its reader has gone, drop the output; else Python would exit with 120."""
+    """Flush stdout. If its reader has gone, drop the output, or Python would exit with 120."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -95,7 +95,7 @@ def print_progress(text: str, out: Console) -> None:
 
 
 def print_note(text: str, out: Console) -> None:
-    """Print a line that the user should read, although nothing is wrong with the run."""
+    """Print a line, labelled `note`, that the user should read."""
     _print_labelled("note", "yellow", text, out)
 
 

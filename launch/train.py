@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> None:
-    """Report early problems, load the data (maybe for hours), join the process group, and train."""
+    """Check the run, load the data (maybe for hours) and train, unless nothing is left to train."""
     out = console(world.is_main)
     print_progress("importing the libraries", out)
     prepare_process(run)
@@ -79,7 +79,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
 
     print_progress("reading the data", out)
     tokenizer = load_tokenizer(run)
-    run, advice = with_model(run, tokenizer)  # may lower max_length to the model's limit
+    run, advice = with_model(run, tokenizer)  # may change max_length, packing and attention for the model
     with failure.explained_by(run):
         print_problems(advice, out)
         require_hub(run)

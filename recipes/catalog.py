@@ -215,7 +215,7 @@ def bf16_unless_gpu_is_too_old(run) -> Decision:
 
 def frozen_weights_in_16_bits(run) -> Decision:
     if not run["use_peft"] or not run.hardware.cuda or not run["bf16"]:
-        return "float32", "small updates would be rounded away in 16 bits"
+        return "float32", "16 bits round small updates away, and are only for LoRA's frozen weights on a GPU in bf16"
     if run.engine.kind in ("deepspeed", "fsdp"):
         return "float32", f"under {run.engine.title}, frozen and trained weights have the same type"
     return "bfloat16", "frozen weights take half the memory; the adapters stay in float32"
@@ -241,7 +241,7 @@ def segments_grow_on_cuda(run) -> Decision:
     if not run.hardware.cuda:
         return False, "only on CUDA"
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & run.place.environment.keys():
-        return False, "PYTORCH_ALLOC_CONF in the environment decides instead"
+        return False, "PYTORCH_(CUDA_)ALLOC_CONF in the environment decides instead"
     if run["torch_compile_mode"] in ("reduce-overhead", "max-autotune"):
         return False, "CUDA graphs need memory at fixed addresses"
     return True, "less memory lies idle: torchtune reserved 10.8 GiB in place of 16.4 (its pull request 1185)"
@@ -281,7 +281,7 @@ def regions_where_compiled(run) -> Decision:
 
 def flex_where_packed(run) -> Decision:
     if not run["torch_compile"] or not run["bf16"] or run["gradient_checkpointing"] or run.world_size > 1:
-        return None, "the model's default; flex attention was measured only on one GPU in bf16, compiled and packed"
+        return None, "the model's default; flex was measured only on one GPU: bf16, compiled, packed, no checkpointing"
     return "flex_attention", "skips attention between packed examples: 11 % more tokens/s than sdpa (1.2B, H200)"
 
 

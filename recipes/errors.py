@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Problem:
     """One finding about a run. An `error` stops the run, an `advice` does not.
 
-    `subject` is the name that the user wrote (a flag, a YAML key, a file), `source` is the place
-    where the user wrote it.
+    `subject` is the name of a flag, a YAML key, a file or a variable. `source` says where its value
+    comes from, such as `command line`, a file or `library default`.
     """
 
     subject: str

@@ -70,9 +70,9 @@ def recipe(name: str):
     Returns `args_class` (TrainingArguments or a subclass such as TRL's SFTConfig) for this machine.
     `num_processes` is the environment's WORLD_SIZE if not given. `global_batch_size` (16 examples
     per optimizer step over all processes if not given) is split into micro-batch and accumulation;
-    any other keyword overrides the recipe. Raises `UserError` for settings that are not legal
-    together, and for a setting that `args_class` has no field for. What only the script knows, such
-    as its metrics, is not checked. Warns if no launcher has set up the recipe's engine. To give DDP
+    any other keyword overrides the recipe. Raises `UserError` for illegal settings or combinations,
+    and for a setting that `args_class` refuses or lacks. What only the script knows, such as its
+    metrics, is not checked. Warns if no launcher has set up the recipe's engine. To give DDP
     settings such as `gradient_as_bucket_view`, call `launch.training.trainer.apply_ddp_settings(trainer,
     {{"gradient_as_bucket_view": True, "ddp_comm_hook": "no"}})`.
     """

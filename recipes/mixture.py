@@ -60,7 +60,7 @@ def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
 def checked(entries: list[Any]) -> str | list[Any]:
     """Check and return a list for `dataset_name`. A list of one plain name becomes that name.
 
-    Raises `ValueError` if an entry is not a legal part.
+    Raises `ValueError` for an empty list, for an illegal entry, or if only some have weights.
     """
     try:
         parts = parts_of(entries)

@@ -17,7 +17,7 @@ from recipes.run.known_gpus import find
 
 _FLAGS = """
 --accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own
---num_processes N              processes in all, one per GPU [1]
+--num_processes N              processes in all, one per GPU [num_processes of that YAML, or 1]
 --gpu NAME                     check for a machine with one such GPU per process: H100 80GB, L4, ... [this machine]
 --azureml FILE                 check a job's YAML for Azure ML, and the training that it starts
 --deep                         also let the installed libraries build the objects of the training (takes seconds)

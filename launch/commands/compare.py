@@ -1,6 +1,6 @@
 """`recipes show`, `diff` and `compare`: print recipes and recorded runs, differences and results.
 
-The function `differences` finds all differences. `recipes rerun` calls the function too.
+The function `differences` finds the differences. `recipes rerun` calls the function too.
 """
 
 import argparse
@@ -62,7 +62,7 @@ _TRAINING = (
 
 
 class Row(NamedTuple):
-    """A setting, or another fact about a run, that is not the same in all records.
+    """A setting, or another fact about a run, and its value in each of one or more records.
 
     `part` is the setting's source, in the record where the source is closest to the command line;
     for other facts, the part of the record. `entries` has a dict per record: value, source, reason.
@@ -301,7 +301,7 @@ def results(records: list[Json]) -> dict[str, list[float | None]]:
 
 def _numbers(record: Json) -> dict[str, float]:
     """Return the results of a run; a diverged loss is NaN. `train_runtime` is the sum over all
-    starts of the run, and is left out if one start was killed.
+    starts of the run, and is left out if an earlier start was killed.
     """
     found = {name: value for name, value in record.items() if type(value) in (int, float) and name not in _NO_RESULT}
     earlier = [session.get("seconds") for session in record.get("sessions", [])[:-1]]
@@ -373,7 +373,7 @@ _ALIKE = 0.02  # two runs of the same training can differ by this share of their
 
 def noise_can_make(name: str, *both: Json) -> bool:
     """True if noise alone can cause the difference of a time or speed between two runs. The noise
-    is estimated from how uneven the steps of each run were.
+    is estimated from how uneven the steps of each run were, but is at least 2 %.
     """
     first, other = (record.get(name) for record in both)
     if name not in (*_SECONDS, *_SPEEDS) or first is None or other is None or first == other:

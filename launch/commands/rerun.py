@@ -85,7 +85,7 @@ def _output_dir(record: Json, file: Path, typed: Settings) -> str:
 
 
 def _commit(record: Json, typed: Settings) -> Json:
-    """Return the flag for the recorded commit of a Hub model, whose branch may have changed."""
+    """Return the flag for a Hub model's recorded commit; empty if unknown or if the user set it."""
     model = str(record.get("model"))
     if not model.startswith("commit ") or {"model_revision", "model_name_or_path"} & set(typed):
         return {}
@@ -107,7 +107,7 @@ def _yaml(record: Json, processes: int) -> str:
 
 
 def _left_out(record: Json) -> list[str]:
-    """Return the flags of the run's launcher that rerun does not repeat."""
+    """Return the flags of the run's `accelerate launch` that rerun does not repeat."""
     launcher = record.get("launcher") or []
     words = [word for word in launcher if word.startswith("--") and by_accelerate(launcher)]
     return [word for word in words if word[2:].partition("=")[0].replace("-", "_") not in _PLACEMENT]

@@ -39,7 +39,7 @@ _SUBMIT = f"""
 --preflight    run `recipes doctor` on every node first; a failed check ends the job
 """
 _SHOW = "--show N  print N examples, decoded, with the learned tokens between « and »"
-_FOLDER = "[FOLDER]  output folder of a run, or a folder of runs, the newest first [outputs]\n"
+_FOLDER = "[FOLDER]  output folder of a run, or a folder of runs; {} [outputs]\n"
 
 
 def add_parser(commands: Commands) -> None:
@@ -60,15 +60,15 @@ def add_parser(commands: Commands) -> None:
         parser = targets.add_parser(name, usage=usage, help=target.HELP, description=target.HELP, epilog=epilog)
         parser.takes(submit_run, _SUBMIT, nodes=1)
         add_fields(parser, target)
-    commands.add_parser("status").takes(show_status, _FOLDER, folder="outputs")
+    commands.add_parser("status").takes(show_status, _FOLDER.format("all are listed, newest first"), folder="outputs")
     parser = commands.add_parser("logs")
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run has ended")
-    parser.takes(show_logs, _FOLDER, folder="outputs")
+    parser.takes(show_logs, _FOLDER.format("the newest submitted run is shown"), folder="outputs")
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tokenize the data of a run. Print each part's numbers of examples and tokens and its folder
-    and, with --show, examples as the training sees them.
+    """Tokenize the data of a run. For each part, print its folder and its numbers of examples and
+    tokens. With --show, also print examples as the training sees them. Raises `UserError`.
     """
     StopRequest().listen()
     run = resolve(argv)
@@ -137,7 +137,7 @@ def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def in_own_yaml(name: str | None) -> int | None:
-    """Return `num_processes` of the user's own Accelerate YAML; None without a YAML of the user."""
+    """Return `num_processes` of the user's own Accelerate YAML, or None. Raises `UserError`."""
     if name is None:
         return None
     file = find_yaml(name)

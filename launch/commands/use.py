@@ -1,7 +1,4 @@
-"""`recipes evaluate`, `generate` and `merge`: measure or try the model of a run, merge its adapter.
-
-All three load the run's model with its tokenizer, and an adapter on top of its base model.
-"""
+"""`recipes evaluate`, `generate` and `merge`: measure, try or merge the model of a run."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the metrics of Trainer's evaluation, without its times and speeds."""
+    """Print the metrics of Trainer's evaluation, without times and speeds. Raises `UserError`."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics = _evaluated(Path(options.folder), argv, scratch)
     rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if is_figure(name) and name != "epoch"]
@@ -109,7 +106,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
 
 
 def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Generate an answer, and print it while it is generated."""
+    """Print an answer while it is generated. Raises `UserError` if the model is a classifier."""
     folder = Path(options.folder)
     run = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
     if run["task"] != "causal_lm":
@@ -139,7 +136,10 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_by: Any) -> RunSpec:
-    """Return the run of a folder, for one process here, with changed flags and settings."""
+    """Return the run of a folder, for one process here. `argv` and `changed` replace its settings.
+    If the folder holds a whole model, that model replaces model_name_or_path; a note is printed if
+    a merged model is older than its adapter. Raises `UserError` with every problem.
+    """
     quiet_libraries(verbose=False)
     file = _record_of(folder)
     settings = recorded.read(file, "FOLDER")["settings"]
@@ -161,7 +161,7 @@ def _is_outdated(merged: Path, folder: Path) -> bool:
 
 
 def _record_of(folder: Path) -> Path:
-    """Return the run.json of a folder. A checkpoint or merged model has it in the folder above."""
+    """Return the path of a folder's run.json, or of the one above a checkpoint or merged model."""
     own, around = recorded.file_of(folder), recorded.file_of(folder.parent)
     return around if folder.is_dir() and not own.is_file() and around.is_file() else own
 
@@ -184,7 +184,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
 
 
 def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Write the merged model and return 0; if its logits differ too much, only return 1."""
+    """Write the merged model and return 0, or 1 if logits differ too much. Raises `UserError`."""
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():
@@ -213,7 +213,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     from launch.data.load import Data
     from launch.training.model import load_tokenizer, read_config
 
-    saved = (folder / "tokenizer_config.json").is_file()  # as train.py does
+    saved = (folder / "tokenizer_config.json").is_file()  # train.py saves the tokenizer here
     tokenizer = AutoTokenizer.from_pretrained(folder) if saved else load_tokenizer(run)
     dtype = str(read_config(run).dtype or "float32").removeprefix("torch.")
     run = _run_of(folder, [], {**changed, "dtype": dtype}, "nobody")

@@ -23,7 +23,7 @@ from launch.data.tokens import NOTHING, arrays_of, lengths_of
 from recipes.errors import UserError, mistake
 from recipes.run import Settings
 
-Example = dict[str, Any]  # input_ids, and labels: one for each token, or one class
+Example = dict[str, Any]  # input_ids, and labels: one for each token, or one target
 
 
 @dataclass
@@ -138,9 +138,9 @@ def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
     """Return an array that is True for each example with something to learn. A micro-batch in which
     no example has anything to learn would have a loss of nan.
 
-    `first_learned` is the column of that name in the tokens. Unless texts are joined, it must be
-    below `max_length`, where examples are cut. Raises `UserError` if texts are joined and prompts
-    are not learned, because a row could then hold nothing but a prompt.
+    `first_learned` is the column of that name in the tokens. Examples are cut at `max_length`, so a
+    later token does not count unless texts are joined. Raises `UserError` if texts are joined and
+    a prompt is not learned, because a row could then hold nothing but a prompt.
     """
     if not joins(run):
         return first_learned < run["max_length"]

@@ -1,4 +1,4 @@
-"""Render chats of any public format with the tokenizer's chat template, and find the text to learn.
+"""Render chats of the usual formats with the tokenizer's chat template, and find the text to learn.
 
 trl's `maybe_convert_to_chatml` renames the keys of ShareGPT but not its roles, so that a template
 meets `human`, `gpt` and `function_call`. That function does not read tools written as JSON either.
@@ -43,6 +43,7 @@ def read_chat(
     row: Mapping[str, Any], column: str, tokenizer, assistant_only: bool, completion_only: bool
 ) -> Chat | None:
     """Return a row's chat; None if it has no messages, or if `_teaches` rejects all its answers.
+    Raises `UserError` for a chat that cannot be read or rendered.
 
     `column` names the column of a whole chat, or is "completion", which continues the messages in
     "prompt". The model reads but does not learn: messages that `_teaches` rejects, the prompt if
@@ -209,8 +210,7 @@ class _Template:
         return found
 
     def _begin(self, number: int) -> int:
-        """Return the index of the character where a message begins; for an answer, where the
-        assistant's words begin.
+        """Return the index of a message's first character; for an answer, of the assistant's words.
 
         Some templates write the earlier messages differently if no message follows. For these
         templates, find the first character that changes with the message's content.

@@ -22,8 +22,8 @@ _BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these firs
 
 
 def formats(run: Settings, columns: Collection[str]) -> list[Format]:
-    """List the formats that these columns allow. A row has the first format whose last column is
-    not null in the row. The text format is last or, if the user named its column, first.
+    """List the formats that these columns allow; for a classifier, the text format alone. A row has
+    the first format whose last column is not null. Text is last, or first if the user named it.
     """
     text = run["dataset_text_field"]
     if run["task"] == "sequence_classification":

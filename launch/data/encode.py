@@ -37,9 +37,9 @@ class Text:
 def encode_rows(
     rows: pyarrow.Table, features: Features, run: Settings, tokenizer, first: int | None = None
 ) -> list[Tokens]:
-    """Return the tokens and labels of each row; empty lists for a row with nothing to learn.
+    """Return the tokens and labels of each row; empty lists for a row that `_read` leaves out.
 
-    With `first`, the index of the first row in its split, an error names the row.
+    With `first`, the index of the first row in its split, a `UserError` names the row.
     """
     known = formats(run, features)
     names = {*chain(*known), *_BESIDE} & {*features}
@@ -63,7 +63,7 @@ def encode_rows(
 
 
 def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text | Chat | Tokens | None:
-    """Read a row in its format `own`. Returns None if the row has nothing to learn."""
+    """Read a row in its format `own`; None if text, completion or chat (`read_chat`) is empty."""
     is_text = own == (run["dataset_text_field"],)
     if own == IDS and not is_text:
         return _token_ids(row, len(tokenizer))

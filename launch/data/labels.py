@@ -56,7 +56,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     `--problem_type` overrides this if the values allow it.
 
     `classes` are the class names of a model that was trained to classify, in the model's order.
-    Raises `UserError` if the column, or the given --problem_type, fits no target.
+    Raises `UserError` if labels are missing, mixed or all the same, or do not fit --problem_type.
     """
     name, wanted, feature = run["dataset_label_field"], run["problem_type"], rows.features["label"]
     labels = _labels(rows, name, "dataset_label_field")
@@ -148,8 +148,8 @@ class Labelled(Cut):
 
 
 def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelled:
-    """Return the examples whose text is not empty. Raises `UserError` for labels that
-    `Target.encode` rejects, for example evaluation labels that the training data lacks.
+    """Return the examples whose text is not empty. Raises `UserError` if all texts are empty, if a
+    row has no usable label, or for evaluation labels that the training data lacks.
     """
     unknown = []
     for label in _labels(rows, run["dataset_label_field"], flag):

@@ -128,8 +128,8 @@ def _rows(
 
 
 def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
-    """Yield the first examples as text, with learned tokens between « and ». Packed examples are
-    yielded one by one. For a stream, nothing is yielded.
+    """Yield the first examples as text, learned tokens between « and », or as `text -> label`.
+    Packed examples are yielded one by one; for a stream, nothing is yielded.
     """
     if isinstance(data.train, Stream):
         return

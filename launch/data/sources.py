@@ -45,7 +45,7 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Return how many of the first rows of each split must be read; infinity means all rows."""
+    """Return how many first rows of each split to read (infinity: all), or raise `UserError`."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
         for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # at this size, even 1 % of the rows means all
@@ -54,7 +54,7 @@ def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, fl
 
 
 def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
-    """Return the rows of a split such as `train`, `train[:95%]` or `train[:10]+test`."""
+    """Return the rows of a split such as `train[:10]+test`. Raises `UserError` if it has none."""
     parts = _parts({name: len(split) for name, split in splits.items()}, flag, wanted)
     rows = datasets.concatenate_datasets(
         [splits[part.splitname].select(range(part.from_, part.to) or []) for part in parts]
@@ -79,7 +79,6 @@ def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
 
 def file_versions(name: str) -> list | None:
     """Return path, size, mtime and ctime of each file to identify local data; None for Hub data.
-
     `rsync -t` and `tar` set back the mtime, but no program can set back the ctime.
     """
     if not (paths := paths_of(name)):
@@ -112,7 +111,9 @@ class Source:
     features: Features
 
     def tables(self, size: int, place: Json | None = None) -> Iterator[tuple[pyarrow.Table, Json]]:
-        """Yield tables of `size` rows from `place` on, each with the place where it ends."""
+        """Yield tables of `size` rows from `place` on, each with the place where it ends. Raises
+        `UserError` for wrong rows, and `StreamBroke` if the disk or the network fails.
+        """
         if place is not None:
             self.rows.load_state_dict(place)
         with _reading(self.part.name):
@@ -138,8 +139,7 @@ def source_of(run: Settings, part: Part, rows: IterableDataset) -> Source:
 
 def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) -> dict[str, IterableDataset]:
     """Open the splits of a part of the run's data, at the `commit` that `newest_commit` returned.
-
-    Rows stored on the disk as Arrow tables get `shards` shards; other rows keep their own shards.
+    Arrow tables get up to `shards` shards; others keep theirs. Raises `UserError` if unreadable.
     """
     splits = {}
     for name, rows in _open(run, part, commit).items():

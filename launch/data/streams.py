@@ -42,11 +42,11 @@ SHARDS = 1024  # for rows on the disk: enough for nearly equal shares, whatever 
 class Stream(torch.utils.data.IterableDataset):
     """An endless stream of examples. Each example carries the place where the stream continues:
     `window` is the window's number, `taken` counts its examples yielded so far, and `parts` holds
-    the window's start in each part: the epoch (`round`), the state of the reader (`rows`), and the
+    the window's start in each part: the epoch (`round`), the state of `datasets` (`rows`), and the
     number of examples to skip after that state (`used`).
 
     Each worker of each rank is a reader with its own rows. `places` maps a worker to the place
-    where that worker resumes. `turn` is the worker that yields the first batch.
+    where it resumes; others begin in epoch `first_round`. `turn` is the worker of the first batch.
     """
 
     parts: Sequence[Encoder]
@@ -94,7 +94,7 @@ class Stream(torch.utils.data.IterableDataset):
                 yield {**example, PLACE: {"worker": worker, **at}}
         except (UserError, StreamBroke) as error:
             # An error raised in a worker would reach the rank only as text. The rank raises the
-            # error in PLACE after it has trained on all earlier examples.
+            # error in PLACE after it has trained on all earlier batches.
             yield {PLACE: error}
 
     def _examples(self, reader: int, readers: int, place: Json) -> Iterator[tuple[Example, Json]]:
@@ -113,7 +113,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """For each window from `first` on, yield its start in a part and its examples from it."""
+        """For each window from `first` on, yield its start in a part, and the part's examples."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)

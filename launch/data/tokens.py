@@ -135,18 +135,18 @@ class Encoder:
 
 
 def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
-    """Yield the tokens of a source after the position `place`, table by table, each with the
-    position after the table. `first` is the index of the first row.
+    """Yield the tokens of a source after `place`, table by table, each with the place after the
+    table. `first` is the index, in the whole split, of the first row to yield.
 
-    The tokenizer's own threads do the work; processes took 50 % more memory. The threads are turned
-    on only here: elsewhere `quiet_libraries` keeps them off, because a process with such threads
-    warns if it forks. One thread renders chat templates, a sixth of the work.
+    From the second table on, the tokenizer's own threads do the work; processes took 50 % more
+    memory. The threads are turned on only here: elsewhere `quiet_libraries` keeps them off, because
+    a forked process that uses them hangs. One thread renders chat templates, a sixth of the work.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start
     try:
         for number, (table, after) in enumerate(encode.source.tables(ROWS_AT_ONCE, place)):
-            if number and workers > 1:  # not for little data: threads would hang in a later fork
+            if number and workers > 1:  # not for little data: a later fork could hang in threads
                 os.environ["TOKENIZERS_PARALLELISM"] = "true"
             yield encode(table, first), after
             first += len(table)
@@ -241,7 +241,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
 
 
 def _contents(tokenizer) -> list:
-    """Return a tokenizer's class, config and hashes of other files: if equal, so are the tokens."""
+    """Return a tokenizer's class, config and hashes of other files, which decide the tokens."""
     if tokenizer.is_fast:  # drop the options of its last call, which its files would hold
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()

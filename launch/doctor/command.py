@@ -69,7 +69,7 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
 def request_for(machine: hardware.Hardware, environment: Mapping[str, str], options: argparse.Namespace) -> Request:
     """Return the request for this machine. Missing flags come from `environment` or the GPUs.
 
-    Raises `UserError` for impossible numbers of nodes or processes, or if node 0 has no address.
+    Raises `UserError` for an impossible number in a flag or variable, or without node 0's address.
     """
     from launch.doctor.machine import Request
 
@@ -111,4 +111,4 @@ def _checks(request: Request, earlier: list[Check]) -> Iterator[Check]:
         yield from network.examine(nodes, earlier)
         yield from remedy.examine(nodes, earlier)
     except OSError as error:
-        yield Check("error", "doctor", f"cannot continue: {error}", "free memory, and space in the folder of TMPDIR")
+        yield Check("error", "doctor", f"cannot continue: {error}", "make room in memory and in the folder of TMPDIR")

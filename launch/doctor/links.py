@@ -27,7 +27,7 @@ from recipes.run.hardware import Gpu
 from recipes.run.known_gpus import known
 
 _FAR_BELOW = 0.25  # warn below this share of the link's usual speed
-_SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn above this multiple of the median time; processes share a CPU
+_SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn above this multiple of the median time: gloo's ranks share CPUs
 _NEVER = timedelta(days=1)  # probe.py ends a long wait: it sees all ranks of the node
 _MIB = 1 << 20
 
@@ -80,7 +80,7 @@ class Rank:
 
 
 def main(folder: str) -> None:
-    """Run the requested stages, up to the first stage that fails."""
+    """Run the requested stages, up to the first stage that fails, and end this process."""
     faulthandler.enable()  # a crash in native code writes its Python traceback to the log
     rank = Rank(folder)
     for name in rank.asked["stages"]:
@@ -96,7 +96,7 @@ def main(folder: str) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    """Return the first and the last line of an error, without the traces that torch adds.
+    """Return the type, the first and the last line of an error, without the traces of torch.
 
     The last line holds NCCL's own message.
     """
@@ -133,10 +133,10 @@ def rendezvous(rank: Rank) -> Check:
 
 
 def connection(rank: Rank) -> Check:
-    """Connect every rank to every other rank, and compare a sum with its known value.
+    """Form the process group, and compare a sum over all ranks with its known value.
 
-    gloo connects at once, NCCL at the first collective. The values are small whole numbers, so that
-    sums in float32 are exact for up to 700 ranks.
+    gloo connects every pair of ranks; NCCL connects the pairs that it uses, at the latest for the
+    sum. The values are small whole numbers: float32 sums of up to 700 ranks are exact.
     """
     world = {"store": rank.store, "rank": rank.rank, "world_size": rank.size, "timeout": _NEVER}
     dist.init_process_group(rank.asked["backend"], device_id=rank.device if rank.cuda else None, **world)
@@ -163,7 +163,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
     """Compare the bus bandwidth of an all-reduce of `size` bytes with the `speed` of the link.
 
     Bus bandwidth is size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests,
-    doc/PERFORMANCE.md. `latency` is the time of the smallest all-reduce, in seconds.
+    doc/PERFORMANCE.md. `latency` is the smallest all-reduce in seconds, `speed` in bytes/s or None.
     """
     reached = 2 * size * (ranks - 1) / ranks / seconds
     known = numbers(**{"all-reduce": (reached, "bytes/s"), "latency": (latency, "s")})
@@ -175,7 +175,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
 
 
 def _link(rank: Rank) -> tuple[str, float | None]:
-    """Return the link between the ranks, and its usual bus bandwidth in bytes/s, if known."""
+    """Return the ranks' link, and its usual (InfiniBand: nominal) bytes/s; None if unknown."""
     if rank.size > rank.local_size:
         rates = [file.read_text().split()[0] for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
         if rank.cuda and rates:  # "200 Gb/sec (4X HDR)"
@@ -186,7 +186,7 @@ def _link(rank: Rank) -> tuple[str, float | None]:
     card = known(rank.asked["card"])
     gpu = Gpu(card.name if card else "", torch.cuda.get_device_capability(rank.device), 0)
     speed, name = link_of(gpu, rank.size, 1)
-    if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # no NVLink bridge connects the GPUs
+    if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # nvidia-smi shows no NVLink
         return "PCIe", None
     return name or "an unknown link", speed
 
@@ -222,7 +222,7 @@ def slowest_rank(seconds: list[float], flops: float, dtype: str, backend: str, l
     text = f"{reached / 1e12:,.0f} TFLOP/s" if reached > 1e13 else f"{reached / 1e9:,.0f} GFLOP/s"
     text += f" in {dtype}"
     if len(seconds) > 1:
-        text += f" on the slowest of {len(seconds)} ranks, {times:.2f} times the median time"
+        text += f" on the slowest of {len(seconds)} ranks, which takes {times:.2f} times the median time"
     if times > _SLOW[backend]:
         node, local_rank = divmod(slowest, local_size)
         look = {"nccl": "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`", "gloo": "`top`"}[backend]

@@ -1,4 +1,4 @@
-"""The request of `recipes doctor`, and its checks of this machine: software, GPUs, memory, disks.
+"""`recipes doctor`: its `Request`, and the checks of this machine: software, GPUs, memory, disks.
 
 No check here imports torch.
 """
@@ -289,7 +289,7 @@ def disk(request: Request) -> Check:
     try:
         places = [Path.cwd(), Path(tempfile.gettempdir()), hf_home(os.environ).absolute()]
     except FileNotFoundError:
-        return Check("error", "disk", "no folder for temporary files is writable", "set TMPDIR to a writable folder")
+        return Check("error", "disk", "the current folder is gone, or TMPDIR unwritable", "cd elsewhere, or set TMPDIR")
     places += [Path(os.environ[name]) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE") if os.environ.get(name)]
     fix = "make room, or name a writable folder: --output_dir, export TMPDIR=FOLDER, export HF_HOME=FOLDER (also "
     fix += "HF_HUB_CACHE and HF_DATASETS_CACHE, if they are set)"

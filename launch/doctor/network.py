@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 10  # to wait for the answer of a node that has joined
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
-    """Check the loopback and, with several nodes, the links between them."""
+    """Check loopback, unless a check was fatal, and with several nodes the links between them."""
     if not any(check.fatal for check in earlier):
         yield loopback()
     if meeting.request.nodes > 1:
@@ -56,16 +56,15 @@ def loopback() -> Check:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 addresses of the network interfaces that are up, by name."""
+    """Return the first IPv4 address of each network interface that is up, by name."""
     found = [(name, one) for name, addresses in psutil.net_if_addrs().items() for one in reversed(addresses)]
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {name: one.address for name, one in found if name in up and one.family == socket.AF_INET}
 
 
 def own_interface(request: Request) -> tuple[str, str]:
-    """Return the address and the interface by which this node reaches node 0; both are empty if
-    unknown. Node 0 may reach itself by loopback: then return its first other interface.
-
+    """Return the address and the interface by which this node reaches node 0, each empty if
+    unknown. Node 0 may reach itself by loopback: then return its first other interface, if any.
     Connecting a UDP socket sends no packet.
     """
     known = {address: name for name, address in interfaces().items()}
@@ -131,7 +130,7 @@ def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | 
 
 
 def _answers(address: str, port: int, content: bytes = b"") -> bool:
-    """True if the port accepts a connection, and confirms that all of the content has arrived."""
+    """True if the port accepts a connection and, with `content`, confirms that all has arrived."""
     try:
         with socket.create_connection((address, port), _SECONDS) as sender:
             sender.sendall(content)
@@ -157,9 +156,8 @@ class Meeting:
         self.closed = 0  # the last round that is over
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
-        """Send the message `own`. Return the messages of all nodes in order, None for a late node.
-
-        Another node may take `seconds` longer than this node.
+        """Send the message `own`, and return the messages of all nodes in order: None for a node
+        that is more than `seconds` late and, if node 0 has gone, for every other node.
         """
         try:
             return self.say(seconds + _ANSWER_SECONDS, own)
@@ -189,9 +187,9 @@ class Meeting:
             raise OSError(errno.EADDRNOTAVAIL, "an address of another machine")
 
     def hear(self, node: int, turn: int, own: Json, seconds: float | None = None) -> list[Json | None]:
-        """On node 0, add the message of a node to a round, and return the messages of all nodes.
+        """On node 0, add the message of a node to a round. Return all messages when the round ends.
 
-        Only node 0 itself passes `seconds`, after which the round ends for all nodes.
+        Only node 0 itself passes `seconds`, after which the round ends without the late messages.
         """
         with self.changed:
             said = self.heard.setdefault(turn, [None] * self.request.nodes)
@@ -204,7 +202,7 @@ class Meeting:
             return said
 
     def _ask(self, own: Json, seconds: float) -> list[Json | None]:
-        """Send a message to node 0 as soon as it listens, and return the messages of all nodes."""
+        """Send node 0 a message once it listens. Return all messages, or raise `TimeoutError`."""
         request, until = self.request, time.monotonic() + seconds
         line = json.dumps({"node": request.machine_rank, "turn": self.round, "own": own}).encode()
         while True:
@@ -232,12 +230,14 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
         wrong = _not_met(request, error)
     if wrong:
         return Check("error", "nodes", *wrong, fatal=True)
-    what = f"{request.nodes} nodes meet at {request.address}:{request.port}, ports answer and large packets pass"
-    return Check("ok", "nodes", what)
+    tried = "" if fatal else ", ports answer and large packets pass"
+    return Check("ok", "nodes", f"{request.nodes} nodes meet at {request.address}:{request.port}{tried}")
 
 
 def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
-    """Return why nodes cannot meet, and the fix, or None. Each checks its link to the next node."""
+    """Return why nodes cannot meet, and the fix, or None. Raises `OSError` if node 0 is unreachable
+    or cannot listen. Each node tries its link to the next node, unless a node is `fatal`.
+    """
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
     socket.getaddrinfo(request.address, None, family=socket.AF_INET)
     if request.machine_rank == 0:

@@ -17,9 +17,8 @@ OF_LINKS = ("connection", "bandwidth", "end")
 STAGES = ("start", "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
 OF_ONE = ("start", *_SPEEDS)  # for a single process, which has nobody to communicate with
 _GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
-# A collective counts as hanging after this share of --timeout, but at most after this many seconds.
-# The other stages have all of --timeout, because a cold disk, a late node or a busy CPU may delay
-# them.
+# A collective counts as hanging after this share of --timeout, but at most this many seconds. Other
+# stages have all of --timeout, because a cold disk, a late node or a busy CPU may delay them.
 _OF_TIMEOUT, _COLLECTIVE_SECONDS = 1 / 6, 20
 _LOOK = "run the doctor again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _FIXES = {
@@ -67,7 +66,8 @@ def probe_run(
 ) -> tuple[list[Check], StageFailure | None]:
     """Run the ranks of this node until they end or hang. Return the checks and the failure, if any.
 
-    Ranks that hang are then killed. Rank 0 listens on `port`. `chosen` adds environment variables.
+    Ranks that still run after a failure, a hang or --timeout are killed. Rank 0 listens on `port`.
+    `chosen` adds environment variables.
     """
     first = request.machine_rank * request.processes_per_node
     of_all = {
@@ -149,7 +149,7 @@ def _killed(report: Report) -> StageFailure:
 
 
 def _hung(request: Request, reports: list[Report], in_time: bool) -> StageFailure:
-    """Return the failure of ranks that hang: of the rank behind the others, or of all ranks."""
+    """Return the failure of ranks that run on: --timeout is over, one is behind, or all hang."""
     one = min(reports, key=lambda report: STAGES.index(report.stage))
     if not in_time:
         what = f"the {request.timeout} s of --timeout were over before rank {one.rank} had finished; nothing has failed"

@@ -34,7 +34,7 @@ _INTERFACE = "nothing if this is the fastest network of the node; other networks
 def switch_sets(request: Request) -> list[Switches]:
     """Return the sets of switches that have helped somebody, the cheapest first.
 
-    With several nodes, only the interface to node 0 is tried, so that each node tries as many sets.
+    With several nodes, only the interface to node 0 is tried, so that all nodes try equally many.
     """
     names = sorted(interfaces(), key=lambda name: name == "lo")
     if request.nodes > 1:
@@ -92,7 +92,7 @@ class _Attempts:
         return worst if node == this else replace(worst, what=f"on node {node}: {worst.what}")
 
     def run(self, words: str, chosen: Switches = ()) -> StageFailure | None:
-        """Print `words` for the user, and make one more probe run with the `chosen` switches."""
+        """Print `words`, make a probe run with the `chosen` switches, and return its failure."""
         print(f"   {words}", file=sys.stderr, flush=True)
         return self.worst(probe_run(self.meeting.request, self.stages, self.meeting.port, chosen)[1])
 
@@ -119,7 +119,7 @@ class _Attempts:
             if self.run(f"trying {' '.join(map('='.join, switches))} ({tried} of at most {len(sets)})", switches):
                 continue
             if request.seconds_left > 0 and self.run("trying without these variables once more") is None:
-                return f"the ranks fail now and then, so setting or unsetting these variables is no fix; {cause}"
+                return f"the ranks fail only now and then, so no NCCL or gloo variable is a fix; {cause}"
             chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
             now = f" (now: {' '.join(map('='.join, chosen.items()))})" if chosen else ""
             lines = [f"export {name}={value}  # costs: {_COSTS.get(name, _INTERFACE)}" for name, value in switches]

@@ -115,10 +115,10 @@ def measure(topic: str, setup: Setup, rank: int) -> Json:
     """Measure each variant's peak memory in a step of its own, then all variants' steps in turn.
 
     Each row has: `seconds`, the median of an optimizer step, and `off`, its relative error;
-    `synchronisations` and `sent_bytes` (given to the all-reduce) per step; `gradient`, the norm in
-    the first step, as the optimizer gets it; `difference`, the relative difference of this gradient
-    from the first row's; `lost`, the share of the first row's nonzero gradient values that are 0;
-    `loss`, None if it is not finite.
+    `peak_bytes`; `synchronisations` and `sent_bytes` (given to the all-reduce) per step;
+    `gradient`, `smaller` times the norm that the optimizer gets in the first step; `difference`,
+    the relative difference of this gradient from the first row's; `lost`, the share of the first
+    row's nonzero gradient values that are 0; `loss` at the end, None if it is not finite.
     """
     variants, gradients_of = TOPICS[topic].variants, TOPICS[topic].gradients_of
     smaller = max(1, gradients_of // (SEQUENCES * setup.tokens))

@@ -26,7 +26,7 @@ STEPS = 11
 class Variant:
     """One way to take the same optimizer step, and the reason for its result.
 
-    `clip`: the gradient is clipped once "unscaled" (right) or while "scaled" (wrong); never if "".
+    `clip`: clip the gradient when it is "unscaled" (right) or still "scaled" (wrong); never if "".
     `goal`: the variant's heading in the table of goals; empty if the table leaves the variant out.
     """
 

@@ -45,8 +45,8 @@ _SETTINGS = {
 
 
 def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
-    """Return the run with the largest micro-batch that fits. A fit.json that is valid for this run
-    replaces the search, except with `--fit_only`.
+    """Return the run with the largest micro-batch that fits. The search writes fit.json; a fit.json
+    that is valid for this run replaces the search, except with `--fit_only`.
 
     `argv` holds train.py's arguments. Raises `UserError` if no micro-batch fits, and `Failure` if a
     probe fails for a reason other than memory.
@@ -150,7 +150,7 @@ def _tokenize(run: RunSpec) -> None:
 
 
 def _probe(request: Json, world: World, port: int) -> Json:
-    """Try a micro-batch on all ranks, and return their joint result."""
+    """Try a micro-batch on all ranks. Return the joint result. Raises `UserError` or `Failure`."""
     verdicts = world.gather(_probe_here(request, world, port))
     for problems in (verdict["problems"] for verdict in verdicts if verdict["kind"] == "mistake"):
         raise UserError(*(Problem(**problem) for problem in problems))
@@ -241,7 +241,7 @@ def _requested(request: Json, world: World, folder: str) -> RunSpec:
 
 
 def _train_on_longest(run: RunSpec, args, world: World, tokenizer, data, limit_bytes: int) -> None:
-    """Take two steps on copies of the longest example."""
+    """Take two steps on copies of the longest example, in at most `limit_bytes` of memory."""
     from launch.data.load import repeated_longest
     from launch.training.callbacks import StopOnNotANumber
     from launch.training.model import load_model

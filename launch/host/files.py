@@ -73,8 +73,8 @@ class _Unheard(io.FileIO):
 
 
 def print_without_reader() -> None:
-    """Ignore failed prints to stdout and stderr. A training then continues after `| head -1` has
-    closed its pipe, and saves its last step after its terminal is closed.
+    """From now on, ignore failed prints to stdout and stderr. So a training continues after
+    `| head -1` has closed its pipe, and saves its last step after its terminal is closed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -122,9 +122,9 @@ def _remedy(error: BaseException) -> str | None:
 
 
 def end_workers_that_cannot_send() -> None:
-    """End a DataLoader worker that lacks the shared memory or the open files to send its batch.
-
-    By default Python only prints that the batch cannot be sent, and torch waits for it forever.
+    """From now on, end a DataLoader worker whose batch cannot be sent, such as for lack of shared
+    memory. The hook is set for every multiprocessing queue. Python's own only prints the error, and
+    torch would wait for the batch forever.
     """
     import multiprocessing  # imported here, so that commands without a DataLoader start fast
     from multiprocessing.queues import Queue

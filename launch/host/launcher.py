@@ -2,8 +2,8 @@
 
 This file is run as a script, with the arguments of `accelerate launch`. When a rank fails,
 accelerate and torch elastic print tracebacks of their own and exit with code 1. This launcher runs
-accelerate's own parser and launch_command, prints nothing after the output of the failed rank, and
-exits with the code of the rank that failed first.
+accelerate's own parser and launch_command, adds at most one line to the output of the failed rank,
+and exits with the code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _received: set[int] = set()
 
 
 def listen() -> None:
-    """Forward signals to the ranks. A second Ctrl-C kills the ranks.
+    """From now on, forward stop signals to the ranks. A second Ctrl-C kills the ranks.
 
     accelerate itself forwards no signal to a single process, and dies of SIGUSR1.
     """
@@ -119,8 +119,8 @@ def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
     """Return the rank whose failure made the other ranks fail, and its exit code.
 
     torch ends the other ranks by SIGTERM, after which a rank of train.py exits with 75. A rank that
-    lost its connection to the failed rank exits with 1, perhaps before torch saw that rank end.
-    Times are whole seconds.
+    lost its connection to the failed rank exits with 1, perhaps before torch saw the failed rank
+    end. torch's time stamps are whole seconds, so several ranks may have the same.
     """
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     late = {-signal.SIGTERM: 2, EXIT_CODE: 1, 1: 1}
@@ -149,8 +149,8 @@ def launcher_argv() -> list[str]:
 
 
 def first_environment() -> Mapping[str, str]:
-    """Return the environment that the user has set: the launcher's at its start or, without a
-    launcher, this process's at its start. Launchers, libraries and our code add variables later.
+    """Return the environment as the user set it, at the start of the launcher or else of this
+    process: launchers, libraries and our code add variables later. If unreadable, `os.environ`.
     """
     try:
         return psutil.Process(os.getppid() if launcher_argv() else None).environ()
@@ -164,7 +164,7 @@ def threads_per_process(cores: int, processes: int) -> int:
 
 
 def own_threads() -> int | None:
-    """Return the number in OMP_NUM_THREADS if the user has set it, else None.
+    """Return OMP_NUM_THREADS if the user has set it to a number above 0, else None.
 
     Launchers set the variable too, mostly to 1, which leaves all other cores idle. The launcher's
     number is not in the environment in which the launcher started, so it is not returned.
@@ -174,7 +174,7 @@ def own_threads() -> int | None:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank when its launcher ends.
+    """Have this rank get SIGTERM when its launcher ends, or at once if the launcher has ended.
 
     A killed launcher does not stop its ranks, and `accelerate launch` dies of SIGUSR1. A run
     without a launcher continues, because its shell may exit and leave the run in the background.

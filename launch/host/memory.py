@@ -50,7 +50,7 @@ def peak(cuda: bool) -> int:
 
 
 def says_it_ran_out(text: str) -> bool:
-    """True if the log of a process reports that memory ran out."""
+    """True if a log, or the message of an error, reports that memory ran out."""
     return bool(_RAN_OUT.search(text))
 
 

@@ -1,7 +1,7 @@
 """Start processes on this machine, end them, and read their logs.
 
-A new process runs this file as a script, which calls `main` of one of our modules. So only this
-file has to know how a new Python finds our packages, which may not be installed.
+A process that `ask` starts runs this file as a script, which calls `main` of one of our modules. So
+only this file has to know how a new Python finds our packages, which may not be installed.
 """
 
 import contextlib
@@ -134,7 +134,7 @@ def free_port() -> int:
 
 
 def import_own_packages() -> None:
-    """Import our packages, whose folder is first on sys.path, and move that folder to the end.
+    """Import our packages, whose folder is first on sys.path. Move the folder behind PYTHONPATH.
 
     Another package `launch` on PYTHONPATH (ROS 2 has one) must not hide our package. But a library
     that the user has put on PYTHONPATH must hide an installed library.

@@ -9,8 +9,8 @@ from typing import Any
 from recipes.errors import UserError, mistake
 from recipes.run import HIDDEN, RunSpec
 
-# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, and
-# passwords in URLs. Each is recognised by its beginning and its length.
+# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, each
+# recognised by its beginning and its length; and passwords in URLs.
 SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
     r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
@@ -34,7 +34,7 @@ _SHORTEST = 8  # a shorter value is no key, and would be hidden wherever a text 
 
 
 def in_environment() -> set[str]:
-    """Return the values of environment variables whose names mark them as secret."""
+    """Return the values, except very short ones, of environment variables with a secret's name."""
     named = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return {value for value in named if len(value.strip()) >= _SHORTEST}
 

@@ -1,8 +1,8 @@
-"""Stop requests: on SIGTERM, SIGUSR1 or SIGHUP to any rank, all ranks save the same step and exit.
+"""Stop requests. During the training, SIGTERM, SIGUSR1 or SIGHUP to any rank makes all ranks save
+the same step and exit. Before the training, such a signal ends the run at once, without a save.
 
-Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill the
-job some time later. A terminal that is closed sends SIGHUP. After the first step, Ctrl-C (SIGINT)
-is a stop request too, and a second Ctrl-C stops at once.
+Slurm, Azure ML, Kubernetes and torch elastic signal a job some time before they kill it; a closed
+terminal sends SIGHUP. After the first step, Ctrl-C is a stop request too; a second stops at once.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
     def defer(self) -> None:
-        """Only record signals from now on, so that the current step or save is completed first."""
+        """From now on, only record stop signals, so that the current step or save is completed."""
         self._deferred = True
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._interrupt)
@@ -69,19 +69,19 @@ class StopRequest:
 
 
 def block_until_listening() -> None:
-    """Hold the signals back until `StopRequest.listen` handles them."""
+    """Hold the signals back until `listen`, of `StopRequest` or of the launcher, handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
 
 
 def ignore_stop_requests() -> None:
-    """Ignore stop signals from now on: this rank has failed, and prints why before it ends."""
+    """From now on, only record stop signals: this rank is ending, and first prints why."""
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _received.add(number))
 
 
 def is_spoken_for(met_by_all: bool = False) -> bool:
-    """True if this failed rank need not print its error, because torch elastic ends it: another
-    rank failed first and printed its own error. Without torch elastic, return `met_by_all`.
+    """True if torch elastic ends this failed rank within 10 s, because another rank failed earlier
+    and printed its own error. Without torch elastic, return `met_by_all` at once.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return met_by_all

@@ -180,7 +180,7 @@ def early_store(world: World) -> Store:
 
 @contextlib.contextmanager
 def _beating(world: World, store: Store) -> Iterator[Store]:
-    """Give signs of life in the block from a second thread. Yields the store of both threads."""
+    """During the block, a second thread gives signs of life. Yields a store for both threads."""
     store, left = store.clone(), threading.Event()  # the main thread may be waiting in the original store
     thread = threading.Thread(target=_beat, args=(store, world, left), daemon=True)
     thread.start()
@@ -192,13 +192,13 @@ def _beating(world: World, store: Store) -> Iterator[Store]:
 
 
 def _beat(store: Store, world: World, left: threading.Event) -> None:
-    """Give signs of life until this rank leaves or the launcher, which may hold the store, ends."""
+    """Give signs of life and watch the next rank's, until this rank leaves or the launcher ends."""
     parent, after = os.getppid(), (world.rank + 1) % world.size
     name, silence = f"rank {world.rank} (pid {os.getpid()} on {socket.gethostname()})", _silence(store, after)
     noted = False
     with contextlib.suppress(RuntimeError):
         for number in itertools.count():
-            if left.wait(_BEAT_SECONDS if number else 0) or os.getppid() != parent:
+            if left.wait(_BEAT_SECONDS if number else 0) or os.getppid() != parent:  # the launcher may hold the store
                 break
             store.set(f"heartbeat/{world.rank}", f"{number} {name}")
             silent = next(silence) > _SILENT_SECONDS and bool(seen := _last(store, after))
@@ -278,7 +278,7 @@ def prepare_environment(run: RunSpec) -> None:
 
 
 def use_threads(run: RunSpec, world: World) -> None:
-    """Use this process's share of the cores for training on a CPU or for DeepSpeed's CPU Adam.
+    """Use this process's share of the cores for training on a CPU or for an offloaded optimizer.
 
     `accelerate launch` leaves each process one thread.
     """
@@ -290,11 +290,11 @@ def use_threads(run: RunSpec, world: World) -> None:
 
 @contextlib.contextmanager
 def process_group(run: RunSpec, world: World) -> Iterator[TrainingArguments]:
-    """Join the process group, and leave it at the end of the block. Yields the TrainingArguments of
-    the run: building them joins the group.
+    """Join the process group for the block, by building the run's TrainingArguments. Yields them.
 
-    Raises `Failure` if a rank does not join within `ddp_timeout` seconds, and `UserError` if the
-    ranks' micro-batches differ, as each node may have a fit.json for its own devices.
+    Raises `Failure` if a rank does not join or answer within `ddp_timeout` seconds. Raises
+    `UserError` if TrainingArguments refuse a value, or if the ranks' micro-batches differ, as each
+    node may have a fit.json for its own devices.
     """
     import torch
 
@@ -362,9 +362,9 @@ def leave_group() -> None:
 
 @functools.cache  # once in a process
 def compile_safely() -> None:
-    """Keep compilations, which take minutes, from waiting for a killed process. torch's lock is a
-    file, which a killed process leaves behind: others then wait for ever. Our lock replaces it,
-    because the kernel releases our lock when a process ends.
+    """From now on, no compilation waits for a killed process. torch's lock is a file that a killed
+    process leaves behind: others then wait for ever. Our lock replaces torch's, because the kernel
+    releases our lock when a process ends.
     """
     from torch.utils import cpp_extension
 

@@ -50,14 +50,12 @@ _LEFT_OUT = ("__pycache__", "*.pyc", ".*", "accelerate_configs", "azureml")  # a
 _PACKAGES = frozenset({"mlflow"})  # azureml/environment/requirements.txt adds them to our requirements
 _WORKSPACE = ("subscription_id", "resource_group", "workspace_name")  # the keys of the studio's config.json
 
-
 _LAUNCH = """\
 accelerate launch --config_file {config}
 --num_machines "$WORLD_SIZE" --num_processes "$((WORLD_SIZE * ${{{{inputs.processes_per_node}}}}))"
 --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"
 --rdzv_backend static --same_network {more}
 launch/train.py"""
-
 
 _PREFLIGHT = """\
 python3 launch doctor
@@ -103,7 +101,9 @@ class Azure(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)
 
     def render(self, job: Job) -> str:
-        """Return the job as YAML. Its relative paths point to the code that `stage` writes."""
+        """Return the job as YAML. Its relative paths point to the code that `stage` writes. Raises
+        `UserError` for flags that are missing or contradict each other.
+        """
         return yaml.dump(self._body(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
     def _body(self, job: Job) -> Json:
@@ -143,8 +143,8 @@ class Azure(Target):
 
     def output_of(self, job: Job) -> str:
         """Return the datastore path of the checkpoints. The same command line by the same person
-        gets the same path, so the job resumes. Other flags of train.py or other `--data` get
-        another path, unless `--output_uri` or `--job_name` is given.
+        gets the same path, so the job resumes. Other flags of train.py, other `--data` or
+        another Accelerate YAML get another path, unless `--output_uri` or `--job_name` is given.
         """
         if self.output_uri:
             return _remote("output_uri", self.output_uri)
@@ -196,7 +196,7 @@ class Azure(Target):
         return code
 
     def check(self, text: str, job: Job) -> None:
-        """Raise `UserError` if `text` holds a secret, or if Azure's installed SDK refuses it."""
+        """Raise `UserError` for a secret, a file that cannot be uploaded, or the SDK's refusal."""
         without_secrets(text)
         with tempfile.TemporaryDirectory() as folder:
             self.stage(job, Path(folder))
@@ -233,7 +233,7 @@ class Azure(Target):
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """Stream the log of a running job, or download and print the log of an ended job."""
+        """Print an ended job's log; if `following`, stream a live one, else raise `UserError`."""
         name, state = submission.job, cls.state(submission)
         if not cls.is_over(state) and not following:
             raise mistake("logs", f"the job is still {state}", f"recipes logs -f {folder}, or open {submission.log}")
@@ -437,7 +437,7 @@ def connected(workspace: Mapping[str, str]) -> MLClient:
     """Return a client with the login of `az login`, of a managed identity, or of the environment.
 
     The client connects at the first request. If `workspace` is empty, a config.json in this folder
-    or above names the workspace.
+    or above names the workspace. Raises `UserError` if there is none, or if the SDK is missing.
     """
     if not sdk_is_installed():
         fix = f"{INSTALL}; or use --dry_run --output mine.yaml and `az ml job create -f mine.yaml`"

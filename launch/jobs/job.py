@@ -55,7 +55,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The output folder as the user wrote it: relative to the current folder."""
+        """The output folder as the user wrote it, perhaps relative to the current folder."""
         return Path(self.run["output_dir"])
 
     @property
@@ -81,10 +81,10 @@ def checked_job(
 ) -> Job:
     """Return the job that runs train.py with the arguments `argv` in `place`, if the run is legal.
 
-    If `recipe` is None, --config's file names the recipe, or it is the default. `accelerate_config`
-    is the file or name of an Accelerate YAML that replaces the recipe's own. `data` names the data
-    that the target mounts (`--data`). With `starts_here`, train.py starts next in this terminal:
-    train.py prints the advice, and no text of the job is stored.
+    If `recipe` is None, `argv` or --config's file may name the recipe; the default is `standard`.
+    `accelerate_config` is the file or name of an Accelerate YAML that replaces the recipe's own.
+    `data` names the data that the target mounts (`--data`). With `starts_here`, train.py starts
+    next in this terminal: train.py prints the advice, and no text of the job is stored.
 
     Raises `UserError` with every problem of the run, or if the engine starts only one of several
     requested processes, or if a token would be stored in the job's text.
@@ -177,11 +177,11 @@ class Target:
     ASK_EVERY: ClassVar[float] = 0.2  # seconds between two requests for a job's state
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return `nodes` nodes with `processes` processes each, by default one process per GPU."""
+        """Return `nodes` nodes of `processes` processes, by default one, or one per known GPU."""
         raise NotImplementedError
 
     def render(self, job: Job) -> str:
-        """Return the job's text. A dry run prints exactly the text that would be sent."""
+        """Return the text to send, which a dry run prints. Raises `UserError` for wrong flags."""
         raise NotImplementedError
 
     def stage(self, job: Job, folder: Path) -> Path | None:
@@ -239,7 +239,7 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float 
 
 
 def last_line(log: str) -> str:
-    """Return the log's last line about a step, else its last line; for a remote log, its URL."""
+    """Return a log's last line, if possible about a step; a URL as it is; empty without a log."""
     if not Path(log).is_file():
         return log if "://" in log else ""
     lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]

@@ -50,7 +50,7 @@ class Local(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware)
 
     def render(self, job: Job) -> str:
-        """Return a bash script that replaces itself with the launcher, which forwards signals."""
+        """Return bash that execs the launcher, which forwards signals, or raise `UserError`."""
         if job.nodes > 1:
             fix = "use --processes_per_node for several processes here, or `recipes submit slurm` or `azureml`"
             raise mistake("nodes", f"{job.nodes} nodes are asked for, but this machine is one", fix)
@@ -87,10 +87,10 @@ class Local(Target):
 
 def run_script(text: str, job: Job) -> int:
     """Run a job's script, and return its exit code. The script's output is kept in the output
-    folder and shown here.
+    folder and shown here. Raises `UserError` if that folder cannot be written.
 
     The output goes to a file and not to a pipe, because a run can outlive this process, and because
-    `recipes logs` reads the file. This process and its child processes hold the file's lock.
+    `recipes logs` reads the file. The script and its child processes hold the file's lock.
     The script's process group gets the stop signals (PASSED_ON) that this process receives.
     """
     record.forget_out_of_memory(job.folder)  # left by an earlier run

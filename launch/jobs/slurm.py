@@ -108,8 +108,7 @@ def _filled(template: str, **values: object) -> str:
 
 @dataclass(frozen=True)
 class Slurm(Target):
-    """The flags of this target, under Slurm's own names. sbatch checks their values.
-
+    """The flags of this target. Flags of sbatch keep their names, and sbatch checks their values.
     `module` and `venv` prepare the environment of the job.
     """
 
@@ -147,7 +146,7 @@ class Slurm(Target):
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return the job's nodes. The GPU type is assumed, because it cannot be read from here."""
+        """Return the nodes, with assumed GPUs. Print advice. Raises `UserError` for wrong flags."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
             what = f"{self.gpus_per_node!r} is neither N nor TYPE:N"
@@ -166,7 +165,9 @@ class Slurm(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=packages)
 
     def render(self, job: Job) -> str:
-        """Return an sbatch script with one task per node, which starts the launcher."""
+        """Return an sbatch script with one task per node, which starts the launcher. Raises
+        `UserError` if the job's name cannot be part of a file's name.
+        """
         if re.search(r"[/%]", self.job_name or ""):  # Slurm would silently write no log
             raise mistake("job_name", f"{self.job_name} cannot name the log file", "use letters, digits and .,:@+=-")
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
@@ -217,7 +218,7 @@ class Slurm(Target):
 
         apptainer (or singularity, with the same options) runs FILE.sif; pyxis, a plugin of srun,
         runs any other image. Both accept folders as SRC:DST,SRC:DST. The container uses the
-        image's python and accelerate, and our package from this path. The options come from the
+        image's python and accelerate, and our package from its path. The options come from the
         documentation and source of apptainer and pyxis: each site must try its image and settings.
         """
         image = self.container_image or ""
@@ -250,8 +251,7 @@ class Slurm(Target):
 
 def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
     """Return the output of a Slurm command; empty if it fails with the message `forgotten`.
-
-    Raises `UserError` with Slurm's own message for other failures.
+    Raises `UserError` with Slurm's own message for other failures, or if the command is missing.
     """
     if shutil.which(words[0]) is None:
         fix = "repeat this command on a login node of the cluster"
@@ -272,9 +272,9 @@ def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
 def mounted(job: Job) -> list[str]:
     """Return the folders that a container must see, besides those that the script finds itself.
 
-    They are the folders of our package and of the Accelerate YAML, and every folder that a setting
-    names by a path that is absolute or leaves the current folder. A missing output folder is listed
-    too, because the job creates it. Links are not resolved: paths are the same in the container.
+    They are the folders of our package and of the Accelerate YAML, and of each file or folder that
+    a setting names by a path that is absolute or leaves the current folder. A missing output folder
+    is listed too: the job creates it. Links are not resolved, as the container has the same paths.
     """
     found = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "recipes"), str(Path(job.config).parent)]
     values = [job.run[name] for name in job.run.given] + [job.run.recipe.files]

@@ -67,13 +67,13 @@ def submit(
         return _show(text, job, target, output)
     if target.WRITES_HERE:
         refuse_while_in_use(job.folder)
-    if not isinstance(target, Local):  # here, train.py itself makes this check
+    if not isinstance(target, Local):  # on this machine, train.py itself makes this check
         raise_errors(probe_in_child(job.run))
     return target.send(text, job)
 
 
 def refuse_while_in_use(folder: Path) -> None:
-    """Raise `UserError` if a run writes to the folder, because a second run would fail later."""
+    """Raise `UserError` while a run submitted to this folder waits or runs; a second would fail."""
     earlier = submitted(folder)
     if earlier is None:
         return
@@ -158,13 +158,13 @@ def from_site(site: Mapping[str, Any]) -> str:
 
 
 def submitted(folder: Path) -> Submission | None:
-    """Return the last submission into this folder; None if its record is missing or damaged."""
+    """Return the folder's last submission; None without an intact record of a known target."""
     submission = noted(folder)
     return submission if submission and submission.target in TARGETS else None
 
 
 def rows(folder: Path) -> list[list[str]]:
-    """Return folder, target, state and the log's last line of each run, the newest run first."""
+    """Return folder, target, state and last log line per run, newest first. Raises `UserError`."""
     return [[str(run), *_described(run)] for run in _runs_in(folder)]
 
 

@@ -78,7 +78,7 @@ def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | Non
 def commit(folder: Path, names: Collection[str]) -> None:
     """Complete the checkpoint: flush these files and their folders, then write the manifest.
 
-    `names` are paths relative to `folder`. Raises `OSError` if the disk is full.
+    `names` are paths relative to `folder`. Raises `OSError` for a full disk or a missing file.
     """
     contents = manifest_of(folder)
     contents.pop("begun", None)
@@ -102,7 +102,7 @@ def is_committed(folder: Path) -> bool:
 
 
 def is_foreign(folder: Path, run: Json | None) -> bool:
-    """True if another run than `run` wrote the checkpoint; False if the writer is unknown."""
+    """True if another run than `run` wrote the checkpoint; False if one of the two is unknown."""
     writer = manifest_of(folder).get("run")
     return run is not None and writer is not None and writer["id"] != run["id"]
 
@@ -111,7 +111,7 @@ def is_foreign(folder: Path, run: Json | None) -> bool:
 
 
 def listed(folder: Path) -> list[str]:
-    """List the files that a checkpoint has now, except the manifest, relative to `folder`.
+    """List the files that a checkpoint has now, except manifest and marker, relative to `folder`.
 
     The only hidden file of a checkpoint is FSDP's index; other hidden files are the file system's.
     """
@@ -184,7 +184,7 @@ def numbered(output_dir: str | Path) -> list[Path]:
 
 
 def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """Return the newest checkpoint that can be resumed from, and all newer ones, which are damaged.
+    """Return the newest checkpoint that can be resumed from, or None, and all newer, damaged ones.
 
     A checkpoint of another run than the folder's is treated as damaged. If the folder's run is not
     known, a checkpoint of any run is valid. Checkpoints up to step `after` are ignored.
@@ -200,8 +200,8 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the newest checkpoint of the folder's run whose manifest says that it is complete. The
-    files are not checked, unlike in a resume, because there may be no time to read them.
+    """Return the newest checkpoint of the folder's run whose manifest says that it is complete, or
+    None. Its files are not checked, unlike in a resume: there may be no time to read them.
     """
     run = record.read_intact(output_dir).get("run")
     own = (path for path in numbered(output_dir) if not is_foreign(path, run))
@@ -301,7 +301,7 @@ def archive_damaged(path: Path) -> Path:
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints until `limit` are left. Never delete `newest` or `best`.
+    """Delete the oldest checkpoints until `limit` are left (None: all). Keep `newest` and `best`.
 
     Checkpoints are ordered by step. Trainer orders them by file time, which is wrong in a copied
     folder or after a change of the clock. Checkpoints of another run stay.

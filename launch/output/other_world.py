@@ -47,7 +47,7 @@ def stream_file(rank: int | str) -> str:
 
 def readers_of(checkpoint: Path) -> tuple[int, int] | None:
     """Return how many processes wrote a checkpoint of a streaming run, and how many workers of each
-    read the data. None if the run did not stream its data.
+    read the data. None if the run did not stream its data, or if `writers` returns None.
     """
     file = next(checkpoint.glob(stream_file("*")), None)
     before = writers(checkpoint)
@@ -62,12 +62,12 @@ def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
     if readers_of(checkpoint) not in (None, (processes, max(1, workers))):
         return (
             f"{checkpoint.name} was written by another number of processes or workers: the weights and the schedule "
-            "are kept; the stream begins another round, in which examples of the last round may come again"
+            "are kept; the stream begins its next epoch, in which examples of the last epoch may come again"
         )
     if before in (None, processes):
         return None
     return (
-        f"{checkpoint.name} was written by {plural(before, 'process')}, and {processes} resume: the data and its "
+        f"{checkpoint.name} was written by {plural(before, 'process')} and is resumed by {processes}: the data and its "
         "order stay the same; random numbers (dropout) and the rounding of sums differ"
     )
 
@@ -123,7 +123,7 @@ class AnyWorld:
         raise mistake("num_processes", what, fix)
 
     def load(self, engine: DeepSpeedEngine, checkpoint: str, load_module_strict: bool = True) -> None:
-        """Load a checkpoint like transformers' `deepspeed_load_checkpoint`. All ranks call this."""
+        """Load a checkpoint, or load and delete its converted copy. All ranks call this."""
         import torch
         from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
@@ -152,7 +152,7 @@ class AnyWorld:
 
 @contextlib.contextmanager
 def read_by(reader: AnyWorld | None) -> Iterator[None]:
-    """Make Trainer load DeepSpeed's checkpoints with `reader`, not with transformers' function."""
+    """In the block, Trainer loads DeepSpeed's checkpoints with `reader`, if any, not by itself."""
     from transformers import trainer
 
     theirs = trainer.deepspeed_load_checkpoint

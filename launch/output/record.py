@@ -79,7 +79,7 @@ FIELDS = {
     "world_size": "number of processes",
     "local_world_size": "number of processes on each node",
     "data_parallel_size": "number of processes, or groups of processes, that got examples of their own",
-    "started": "when the run began, in UTC",
+    "started": "when the run began or last resumed, in UTC",
     "ended": "when the run ended",
     "command": "train.py and its arguments",
     "launcher": "the launcher and its arguments; empty if there was none",
@@ -92,7 +92,7 @@ FIELDS = {
     "data": "a hash of the local or demonstration data, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
     "classes": "names of a classifier's outputs, in the model's order",
-    "sessions": "an entry per start that trained: time, first step, seconds, status, processes, versions",
+    "sessions": "an entry per start that trained: time, steps before it, seconds, status, processes, versions",
     "changed": "settings that got another value in a resume, so that no single command repeats the training",
     "settings": "every setting: its value, the source it came from, and the reason",
     "checksum": "checksum of all other fields",
@@ -338,7 +338,7 @@ def cpu() -> str:
 
 @cache
 def code() -> Json:
-    """Return our version, a hash of our source, and the git commit, with -dirty if changed."""
+    """Return our version, a hash of our source, and a clone's commit, with -dirty if changed."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for file in sorted(path for name in ("recipes", "launch") for path in (root / name).rglob("*.py")):
@@ -365,7 +365,7 @@ def by_accelerate(words: list[str]) -> bool:
 
 
 def _accelerate_config(launcher: list[str]) -> str | None:
-    """Return the Accelerate YAML that the launcher read: its --config_file, or the default one."""
+    """Return the Accelerate YAML that the launcher read: --config_file or the default; or None."""
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
     words = ["--config_file" if word == "--config-file" else word for word in words]
     if "--config_file" in words[:-1]:

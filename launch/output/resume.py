@@ -38,7 +38,7 @@ from recipes.scaling.timings import require_room
 
 @contextlib.contextmanager
 def output_folder(run: RunSpec, world: World) -> Iterator[None]:
-    """Create the output folder, check that it is writable, and lock it until the block ends."""
+    """Create the output folder, and lock it for the block. Raises `UserError` if that fails."""
     handle = world.decide(lambda: _make_and_lock(run))
     try:
         yield
@@ -48,7 +48,7 @@ def output_folder(run: RunSpec, world: World) -> Iterator[None]:
 
 
 def _make_and_lock(run: RunSpec) -> int:
-    """Create and lock the output folder. Returns the file descriptor that holds the lock."""
+    """Create and lock the folder, remove an old out_of_memory.json. Return the file descriptor."""
     with writing(run["output_dir"]):
         Path(run["output_dir"]).mkdir(parents=True, exist_ok=True)
         require_writable(Path(run["output_dir"]))
@@ -77,10 +77,10 @@ def _locked(run: RunSpec, kind: int) -> int:
 
 
 def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
-    """Archive an older run if --fresh is given, and remove converted copies of checkpoints that a
-    killed run has left. Call this just before training, after all other checks have passed.
+    """Archive an older run with --fresh, and remove converted checkpoints that a killed run left.
+    Call this just before training, after all other checks.
 
-    Raises `UserError` if the disk has no room for `needed_bytes`, which the run is going to save.
+    Raises `UserError` if the disk lacks `needed_bytes`, or if --fresh cannot move the older run.
     """
     free = shutil.disk_usage(run["output_dir"]).free
     if free <= needed_bytes:
@@ -94,7 +94,7 @@ def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
 
 
 def _archive_older_run(run: RunSpec) -> None:
-    """Move the run that the folder holds, if any, to FOLDER.old-N."""
+    """Move the run that the folder holds, if any, to FOLDER.old-N, or raise `UserError`."""
     folder = Path(run["output_dir"]).resolve()
     if not _holds_a_run(folder):
         return
@@ -133,7 +133,7 @@ def look_ahead(run: RunSpec) -> Earlier | None:
 def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
     """Return where to resume in the locked folder. `data_commit` is the commit of Hub data.
 
-    Raises `UserError` if no checkpoint can be resumed as asked.
+    Damaged checkpoints are renamed or deleted. Raises `UserError` if the run cannot begin here.
     """
     old, named = record.read_intact(run["output_dir"]), _named(run)
     if finished := _finished(run, old):
@@ -152,8 +152,8 @@ _NO_OTHER_MODEL = ("logging_steps", "save_steps", "eval_steps", "max_steps", "nu
 
 
 def _finished(run: RunSpec, old: Json) -> Earlier | None:
-    """Return the run that the folder holds if it is finished and this run asks for nothing more.
-    Raises `UserError` if this run can neither begin nor continue in the folder.
+    """Return the run that the folder holds if it is finished and this run asks for nothing more,
+    else None. Raises `UserError` if this run can neither begin nor continue in the folder.
     """
     folder, named, finished = Path(run["output_dir"]), _named(run), old.get("status") == "finished"
     _require_no_foreign_model(run, old)
@@ -196,7 +196,7 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
 
 
 def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[str] = ()) -> Earlier:
-    """Begin a run from the checkpoint that the user named."""
+    """Begin a run from the checkpoint that the user named. Raises `UserError` if it is damaged."""
     checkpoint = inspect(path)
     if not checkpoint.valid:
         fix = "leave --resume_from_checkpoint out: the newest valid checkpoint is found automatically"
@@ -208,9 +208,9 @@ def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[st
 def _from(
     checkpoint: Checkpoint, run: RunSpec, old: Json, identity: Json, notes: Sequence[str], data_commit: str | None
 ) -> Earlier:
-    """Resume from a checkpoint of the run that `old` records.
-
-    The new record keeps the old fingerprints of data and model, which `merge` and `rerun` compare.
+    """Resume from a checkpoint of the run that `old` records. The new record keeps the fingerprints
+    of data and model, which `evaluate`, `merge` and `rerun` compare. Raises `UserError` if the
+    checkpoint has trained longer than this run asks for.
     """
     name, done = "max_steps", float(checkpoint.step)
     if run["max_steps"] <= 0:

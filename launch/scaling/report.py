@@ -21,7 +21,7 @@ from launch.host.files import write_whole, writing
 from launch.scaling import plots
 from launch.scaling.plots import Picture
 from launch.scaling.run import TIMINGS
-from recipes.errors import mistake
+from recipes.errors import mistake, plural
 from recipes.rules.facts import installed
 from recipes.scaling import sentences, timings
 from recipes.scaling.advice import Advice, Applied, advise, applied
@@ -71,8 +71,7 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[Path]:
     """Write the whole report and return its files; without matplotlib there are no pictures.
 
-    Pictures are PNG, and also in each of `formats`. Raises `UserError` if the folder cannot be
-    written.
+    Pictures are PNG, and also in `formats`. Raises `UserError` if the folder cannot be written.
     """
     drawn: dict[str, Picture] = {}
     note = "" if installed("matplotlib") else _NO_PICTURES
@@ -111,7 +110,7 @@ class Findings:
     series: list[Series]
     applied: list[Applied]
     command: str
-    measured_in: Path | None  # where `recipes scale run` can try the advice; None if it did not measure the timings
+    measured_in: Path | None  # where `scale run` can try the advice; None unless one of its files holds all timings
 
     @property
     def names(self) -> list[str]:
@@ -152,7 +151,7 @@ def sections(found: Findings) -> list[Section]:
         advice = [(_advice_words(*one), commands(found, series, *one)) for one in suggested]
         every.append(Section(series.title, sentences.of(series), advice))
     if found.applied:
-        tried = [f"At {one.num_processes}: {one.title}: {one.words}." for one in found.applied]
+        tried = [f"{plural(one.num_processes, 'process')}: {one.title}: {one.words}." for one in found.applied]
         every.append(Section("Advice that was tried: throughput with the advice over throughput without it", tried, []))
     return every
 
@@ -160,13 +159,14 @@ def sections(found: Findings) -> list[Section]:
 def _advice_words(size: Size, advice: Advice) -> str:
     different = "" if advice.same_training else "; a different training"
     gain = f"{advice.gain:.2f} times the throughput (predicted{different})"
-    return f"Advice at {size.num_processes}: {advice.title}: {gain}: {advice.why}."
+    return f"Advice for {plural(size.num_processes, 'process')}: {advice.title}: {gain}: {advice.why}."
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
     """Return the flags of an advice, and the `scale run --apply` command that tries the advice.
 
-    Timings of other programs get no command. Without flags, the list is empty.
+    There is no command unless one file of `scale run` holds all timings. Without flags, the list is
+    empty.
     """
     processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
     flags = " ".join(filter(None, [*processes, advice.shown_flags]))
@@ -195,7 +195,7 @@ def _wrapped(line: str) -> str:
 
 
 def tables(found: Findings) -> dict[str, DataFrame]:
-    """Return the tables by caption. All cells are text; the heading of a column names the unit."""
+    """Return tables with values, by caption. Cells are text; units are in headings or captions."""
     every: dict[str, DataFrame] = {}
     for series in found.series:
         every |= {
@@ -317,7 +317,7 @@ def _flat(series: Series, size: Size) -> dict[str, object]:
 
 
 def summary_tex(found: Findings) -> str:
-    r"""Return a LaTeX table for each series. Its lines are \hline, which needs no package."""
+    r"""Return a LaTeX table for each series. Its rules are \hline, which needs no package."""
     lines = [r"% Include \input{summary_table.tex}; its tables are \ref{tab:scaling}, \ref{tab:scaling-2}, ..."]
     for number, series in enumerate(found.series, 1):
         cells = results(series).drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")

@@ -129,7 +129,9 @@ def points(
     sizes: Sequence[int] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> list[Point]:
-    """Return the points to measure: by default the recipe `standard` at 1, 2, 4, ... processes."""
+    """Return the points to measure: by default the recipe `standard` at 1, 2, 4, ... processes.
+    Raises `UserError` for an illegal run, or a batch that weak scaling cannot split evenly.
+    """
     sizes = sorted(set(sizes or _all_sizes()))
     found = []
     for recipe in recipes or ["standard"]:
@@ -152,9 +154,8 @@ def _all_sizes() -> list[int]:
 
 
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
-    """Raise `UserError` if the file holds another training with this name.
-
-    The analysis treats rows with the same name as one training.
+    """Raise `UserError` if the file holds another training with this name, because the analysis
+    treats rows with the same name as one training.
     """
     earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
@@ -179,7 +180,6 @@ def _measure_in_turns(
     points: list[Point], argv: Sequence[str], name: str, folder: Path, steps: int, repeats: int
 ) -> list[Point]:
     """Measure every point `repeats` times, and reverse the order after each round.
-
     Return the points that failed. A failed point is not measured again.
     """
     largest = max(point.num_processes for point in points)
@@ -254,7 +254,7 @@ def _slug(point: Point) -> str:
 
 
 def _before_and_after(size: Size, advice: Advice) -> list[Point]:
-    """Return two points: the training as it was measured, and the training with the advice."""
+    """Print the advice. Return two points: the training as measured, and with the advice."""
     row, batch = size.typical, size.typical.global_batch or 0
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
     after = replace(before, num_processes=advice.num_processes, changed=advice.flags, applied=advice.title)
@@ -264,7 +264,7 @@ def _before_and_after(size: Size, advice: Advice) -> list[Point]:
 
 
 def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, Size]:
-    """Choose a series and a size by the flags; by default the largest size of strong scaling."""
+    """Choose series and size by flags, else the largest of strong scaling, or raise `UserError`."""
     found = [
         (series, size)
         for series in every

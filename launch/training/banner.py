@@ -37,7 +37,7 @@ USAGE = """\
 usage: recipes train [--num_processes N] [--recipe NAME|FILE] [--config FILE] [model and data flags] [Trainer flags]
        accelerate launch [--config_file YAML] [--num_processes N] train.py [the same flags]
 
-Without a model and data, it trains a small byte-level decoder on the source of Python's standard library.
+Without a model and data, the run trains a small byte-level decoder on the source of Python's standard library.
 Precedence: command line > --config file > recipe > library default.
 When `recipes train` or any rank receives SIGTERM, SIGUSR1 or SIGHUP, the run saves a checkpoint and stops.
 """
@@ -73,8 +73,8 @@ def settings_help() -> str:
 
 
 def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Console) -> None:
-    """Print the settings of the run, the loaded model and data, and the first example. The tokens
-    that the model learns from are between « and ».
+    """Print the settings of the run, the loaded model and data, the first example (with learned
+    tokens between « and »), and advice on an epoch that is too short and on GPUs that are not used.
     """
     from launch.data.load import shortened, shown_examples
     from launch.training.model import parameter_count
@@ -109,7 +109,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
 
 
 def _changed(run: RunSpec) -> Iterable[str]:
-    """Yield a line with the source of each setting that the user wrote or that the model limits."""
+    """Yield a line for each setting that the user wrote, or that the model or data changed."""
     for name, setting in sorted({**run.limits, **run.given}.items()):
         if name not in ("recipe", "config", "output_dir"):
             value = shown(name, setting.value)

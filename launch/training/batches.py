@@ -1,4 +1,4 @@
-"""Count the examples of an epoch and the tokens of a batch, and resume a stream at its place."""
+"""Count the last examples of an epoch and the tokens of a batch; resume a stream at its place."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
-    """Count the tokens of a micro-batch without padding. A count may be a tensor on the device."""
+    """Count a micro-batch's tokens, but not its padding. A count may be a tensor on the device."""
     if batch.get("attention_mask") is not None:
         return batch["attention_mask"].sum()
     tokens = batch["input_ids"].numel()
@@ -65,15 +65,15 @@ class Places:
     """The places in a stream where the workers of one rank resume.
 
     `of` maps each worker to the place of its next example. `turn` is the worker that yields the
-    next batch. `round` is the round (epoch) in which the stream begins if no place is known.
+    next batch. `round` is the epoch in which the stream begins if no place is known.
 
     Trainer's own resume would read all trained examples again, and rank 0 would tokenize for all
     ranks. The loader reads ahead of the training. Therefore each batch carries the place after its
     last example, and a checkpoint holds the places of trained batches only.
     """
 
-    ranks: int
-    workers: int
+    ranks: int  # number of ranks, or of groups that get the same examples
+    workers: int  # of each rank, at least 1
     shards: list[int]  # the number of shards of each part
     turn: int = 0
     round: int = 0
@@ -81,7 +81,7 @@ class Places:
 
     def found_in(self, checkpoint: Path, rank: int, world: int) -> Places:
         """Return the places that a checkpoint holds. With another number of readers or shards, the
-        shards are distributed differently, so the stream begins its next round instead.
+        shards are distributed differently, so the stream begins its next epoch instead.
         """
         held = {file.name: json.loads(file.read_bytes()) for file in checkpoint.glob(stream_file("*"))}
         own = held.get(stream_file(rank))
@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Record the place of the next batch to train, and return the batch without the place."""
+        """Return a batch without its place, and record the place. An error raises `StreamBroke`."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet
@@ -107,7 +107,7 @@ class Places:
     def loader(
         self, stream: Stream, collate: Callable[[list[Example]], dict[str, Any]], reader: int, args: TrainingArguments
     ) -> DataLoader:
-        """Return the loader of group `reader`, whose processes train on the same examples."""
+        """Return the loader of group number `reader`. All ranks of a group get equal examples."""
         loader = DataLoader(
             replace(stream, rank=reader, ranks=self.ranks, places=self.of, turn=self.turn, first_round=self.round),
             batch_size=args.train_batch_size,

@@ -138,7 +138,7 @@ class StepTiming(TrainerCallback):
     """
 
     def __init__(self, cuda: bool, parts: bool = False) -> None:
-        self.durations: list[float] = []  # of steps that neither save nor evaluate
+        self.durations: list[float] = []  # of steps that neither save, evaluate nor end an epoch
         self.steps_trained = 0
         self._started: float | None = None  # start of the current step; None after a save, an evaluation or an epoch
 
@@ -175,7 +175,7 @@ class StepTiming(TrainerCallback):
 
     @property
     def step_time_off(self) -> float | None:
-        """The uncertainty of `step_time` in seconds, from the scatter between parts of the run."""
+        """The uncertainty of `step_time` in seconds, from the steps' scatter; None if unknown."""
         size = max(1, len(self.durations) // _STRETCHES)
         starts = range(0, len(self.durations) - size + 1, size)
         means = [fmean(self.durations[start : start + size]) for start in starts]

@@ -72,7 +72,7 @@ def only_noted(world: World) -> Iterator[None]:
 
 
 def report(error: BaseException, world: World) -> int:
-    """Print `error` and return the exit code. Raise `error` again if it is a bug of this code."""
+    """Print `error`, unless another rank does, and return the exit code. A bug is raised again."""
     run = vars(error).get("run")  # None if the run was not resolved
     ignore_stop_requests()
     if isinstance(error, UserError):
@@ -94,7 +94,7 @@ def report(error: BaseException, world: World) -> int:
 
 
 def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Path | None) -> str:
-    """Describe a failure of the machine, the newest saved checkpoint, and how to resume."""
+    """Describe a failure or an interruption, the newest saved checkpoint, and how to resume."""
     what, remedy = storage or (str(error), "")
     if isinstance(error, NotANumber):  # the last checkpoint may hold NaN too, and a resume keeps the rate
         return f"{what}. Start again with --fresh, and a lower --learning_rate or --bf16 false --fp16 false"
@@ -122,10 +122,10 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
-    """True if this rank should print its error. An error of all ranks is printed once per node.
-
-    The first rank of each node prints a mistake or a bug. Another rank that failed prints its error
-    only if the launcher does not end that rank, because then no rank has failed before it.
+    """True if this rank should print its error. Rank 0 prints a stop or a `Failure`, and each rank
+    its `RankHangs`, `OutOfMemory` or `StreamBroke`. The first rank of each node prints any other
+    error, and another rank only if the launcher does not end that rank, because then no rank has
+    failed before.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True
@@ -144,7 +144,7 @@ def _rank(world: World) -> str:
 
 @contextlib.contextmanager
 def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> Iterator[None]:
-    """Raise `OutOfMemory` in place of every error which means that memory ran out.
+    """Raise `OutOfMemory` if memory ran out. The first rank to do so writes out_of_memory.json.
 
     `argv` holds train.py's arguments. `stop.step` is the last completed step.
     """
@@ -171,7 +171,7 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
 
 
 def _is_first(run: RunSpec) -> bool:
-    """True on the first rank that runs out of memory, which writes out_of_memory.json."""
+    """Create out_of_memory.json. True if this rank is the first, or if nothing can be written."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except FileExistsError:
@@ -191,7 +191,7 @@ def _in_words(run: RunSpec, attempt: Json, checkpoint: str | None) -> str:
 
 
 def next_flags(folder: Path) -> Json | None:
-    """Return the flags of the next attempt, from `folder` of the failed run; None if unknown."""
+    """Return the flags of the next attempt after the run in `folder`; None if there is none."""
     flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
     return flags if isinstance(flags, dict) else None
 

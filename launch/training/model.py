@@ -38,7 +38,7 @@ from recipes.run.local_model import is_classifier, max_positions
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, with a padding token. Raise `UserError` if it does not load."""
+    """Load the model's tokenizer, with a padding token if possible. Raises `UserError`."""
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
@@ -53,7 +53,7 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
 def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
     """Load or create the model to train: a PreTrainedModel, or a PeftModel around it.
 
-    Raises `UserError` if the model cannot be loaded.
+    Raises `UserError` if the model cannot be loaded, or cannot be trained with these settings.
     """
     set_seed(run["seed"])  # new heads, adapters and models from scratch are equal on every rank
     new: list[str] = []
@@ -83,7 +83,7 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     """Add the model's configuration to the run, and change settings that the model does not support
     (max_length, packing, attention). Return the run, and the advice that needs the configuration.
 
-    Raises `UserError` for errors that `check` finds earlier if the model is in a local folder.
+    Raises `UserError` if the configuration cannot be read, or does not allow the user's settings.
     """
     config = load_config(run, tokenizer)
     content = described(config)
@@ -177,8 +177,8 @@ def read_config(run: Settings) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def _of_these_files(run: Settings, what: str) -> Iterator[None]:
-    """Raise `UserError` in place of an error in this block, which reads `model_name_or_path`.
-    Parsers and model classes raise any kind of error for files that they do not expect.
+    """Raise `UserError` in place of an error in this block, which reads `model_name_or_path`, but
+    not if memory ran out. Parsers and model classes raise any kind of error for unexpected files.
     """
     try:
         yield
@@ -198,9 +198,9 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
-    """Create the model with random weights, which are equal on all ranks. On CPUs they
-    are also equal under all engines. On GPUs, ZeRO-3 draws other random numbers. Under ZeRO-3,
-    transformers before 5.23 does not scale GPT-2's residual projections.
+    """Create the model with random weights, equal on all ranks and, on CPUs, under all engines. On
+    GPUs, ZeRO-3 draws other numbers. Under ZeRO-3, transformers before 5.23 does not scale GPT-2's
+    residual projections. Raises `UserError` if `vocabulary`, the tokenizer's, exceeds the model's.
     """
     known = config.get_text_config().vocab_size
     if vocabulary > known:
@@ -237,7 +237,7 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model, and the modules that its files lack, apart from a classifier's head."""
+    """Return the model, and the modules (no heads) that its files lack. Raises `UserError`."""
     options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
@@ -308,11 +308,11 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
 
 
 def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()) -> torch.nn.Module:
-    """Add LoRA to the model. Under mixed precision, the weights of LoRA are float32. Modules with
-    `new` random weights are trained and saved whole: each load would draw other random values.
-
-    The frozen weights keep the type `dtype`, also in a 4-bit model: peft's own preparation would
-    convert embeddings and head to float32, and thereby all activations between the layers.
+    """Add LoRA to the model; raises `UserError` if peft refuses. Under mixed precision, the trained
+    weights are float32, except with FSDP or ZeRO-3. Modules with `new` random weights are trained
+    and saved whole: each load would draw other random values. The frozen weights keep the type
+    `dtype`, also in a 4-bit model: peft's own preparation would convert embeddings and head to
+    float32, and thereby all activations between the layers.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 

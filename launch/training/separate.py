@@ -117,7 +117,7 @@ def _narrowed(value: Any, by: int, name: str = "") -> Any:
 
 def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
     """Create the model in float32, with noise added to its weights, because branches whose weights
-    start at zero would hide a dependency.
+    start at zero would hide a dependency. Raises `ValueError` if there are too many weights.
     """
     if not isinstance(config, kind.config_class):
         config = config.get_text_config()

@@ -118,7 +118,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
 
 
 def _command(run: RunSpec) -> str:
-    """Return the flags that define this training. They are the same on any number of processes."""
+    """Return the user's flags except output, length, batch and recipe, which may vary by job."""
     given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
     return shlex.join(with_flags([], given))
 
@@ -244,7 +244,7 @@ def _mean_loss(history: list[dict[str, float]]) -> float | None:
 
 def utilisation(run: RunSpec, trainer: RecipeTrainer, tokens_per_second: float) -> float | None:
     """Return the model FLOPs utilisation: the share of the GPUs' bf16 peak. None if the peak is
-    unknown, or if the formula does not hold: it needs packed rows, and all weights trained.
+    unknown, and for classifiers, unpacked rows, adapters, and models of unknown FLOPs.
     """
     peak, model = run.hardware.peak_flops, trainer.model
     is_whole = run["packing"] and run["task"] == "causal_lm" and not run["use_peft"]

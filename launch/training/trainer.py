@@ -110,7 +110,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def make_readable(self, checkpoint: Path | None) -> None:
         """Make the checkpoint of another number of processes readable for this run. All ranks call
-        this before `train` resumes from the checkpoint.
+        this before `train` resumes. Raises `UserError` or `Failure` if it cannot be converted.
         """
         if self.any_world is not None:
             self.any_world.prepare(checkpoint)
@@ -241,7 +241,7 @@ class RecipeTrainer(CommittingTrainer):
         return loss, logits, labels
 
     def evaluate(self, *args, **kwargs):
-        """Evaluate as Trainer does. After a stop request, save this step and raise `Preempted`."""
+        """Evaluate as Trainer does. A stop request saves an unsaved step and raises `Preempted`."""
         try:
             metrics = super().evaluate(*args, **kwargs)
         except StoppedInEvaluation:
@@ -264,7 +264,7 @@ class RecipeTrainer(CommittingTrainer):
         return metrics
 
     def final_metrics(self) -> dict[str, float]:
-        """Return the metrics of the current model. Evaluate only if its step has no metrics yet."""
+        """Return the current model's metrics, evaluated if needed; empty without held-out data."""
         if self.eval_dataset is None:
             return {}
         return self.evaluations.get(self.model_step) or self.evaluate()
@@ -367,8 +367,8 @@ def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) 
 
 
 def require_hub(run: Settings) -> None:
-    """Check, before hours of training, that the Hub accepts a push to the run's repository.
-    Raises `UserError` with the Hub's own message.
+    """With --push_to_hub, create the run's repository if it is missing, and check, before hours of
+    training, that the Hub accepts a push. Raises `UserError` with the Hub's own message.
     """
     if not run["push_to_hub"]:
         return

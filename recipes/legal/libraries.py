@@ -153,7 +153,7 @@ def liger() -> Json:
 def deepspeed() -> Json:
     """Return the keys of a DeepSpeed JSON, read from the source because an import takes a second.
 
-    No class lists the top-level keys, so the result is every word quoted there: all keys and more.
+    No class lists the top-level keys, so the result is every quoted word: all keys and more.
     """
     folder = package_folder("deepspeed")
     assert folder, "DeepSpeed is not installed"

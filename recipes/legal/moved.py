@@ -21,7 +21,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     "dispatch_batches": ("was moved by transformers 4.57", 'accelerator_config: {"dispatch_batches": ...}'),
     "split_batches": ("was moved by transformers 4.57", 'accelerator_config: {"split_batches": ...}'),
     "torch_dtype": ("has another name here, as in transformers 5", "dtype"),
-    "tokenizer_name": ("is not needed: the tokenizer comes with the model", "model_name_or_path"),
+    "tokenizer_name": ("is not needed: the tokenizer comes with the model", "leave it out"),
     "train_file": (_OTHER, "dataset_name"),
     "block_size": (_OTHER, "max_length"),
     "padding_free": ("is not needed: packed rows have no padding", "packing"),

@@ -73,7 +73,7 @@ def fields_of(cls: type) -> dict[str, Field]:
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
-    """Return a `Field` with the types and the choices that the type hint allows.
+    """Return a `Field` with the types and choices that the type hint and the metadata allow.
 
     A type that a command line cannot hold, such as an enumeration, counts as text.
     """
@@ -110,7 +110,7 @@ def names(of: str) -> tuple[str, ...]:
 
 
 def accelerate_nested_keys(section: str) -> frozenset[str]:
-    """The legal keys of a section of an Accelerate YAML, such as `deepspeed_config`.
+    """The legal keys of an Accelerate YAML's section, such as `deepspeed_config`; empty if unknown.
 
     accelerate itself does not check these keys: it silently drops an unknown key.
     """
@@ -186,7 +186,7 @@ def _kept(file: Path) -> Json | None:
 
 
 def _ask() -> Json:
-    """Import the libraries in a child process with the same sys.path, and return its answer."""
+    """Return the facts from a child process with this sys.path. Raises `UserError` if it fails."""
     waits = "Reading the settings that the installed transformers, accelerate and DeepSpeed accept"
     print(f"{waits}, once after an install: about ten seconds.", file=sys.stderr, flush=True)
     # This package is imported from its own folder, the libraries from this process's sys.path.
@@ -204,9 +204,9 @@ def _ask() -> Json:
 
 
 def hf_home(environment: Mapping[str, str]) -> Path:
-    """The folder for Hugging Face's downloads, by the same rules as huggingface_hub's constants.py.
-
-    For a user without a home folder it is a folder named `~` in the current folder.
+    """The folder for Hugging Face's downloads, as in huggingface_hub's constants.py; an empty
+    variable counts as unset. For a user without a home folder, the downloads are below a folder
+    named `~` in the current folder.
     """
     around = environment.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.path.expandvars(environment.get("HF_HOME") or f"{around}/huggingface")

@@ -76,8 +76,8 @@ Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size cl
 class Allocator:
     """Count bytes as torch.cuda.memory_allocated and memory_reserved do.
 
-    An `expandable` allocator has one endless segment for each size class. Its reserved part ends
-    behind the farthest block so far.
+    An `expandable` allocator has one endless segment for each size class. The part of a
+    segment up to the farthest block so far counts as reserved.
     """
 
     def __init__(self, expandable: bool = False) -> None:
@@ -174,7 +174,7 @@ class Requests:
         self.events += [-1 - number for number in numbers]
 
     def micro_batch(self, traced: Traced, gradients_stay: bool = True, workspace: int = 0) -> list[int]:
-        """Add a forward and a backward. Return the allocation numbers of the gradients that stay.
+        """Add the passes of a trace. Return the allocation numbers of the gradients that stay.
 
         If not `gradients_stay`, a complete gradient is freed, because it is added to another
         gradient or moved. `workspace` bytes are allocated before each pass, and stay.
@@ -228,7 +228,7 @@ class Requests:
         return max(exact.reserved, larger.reserved - (larger.peak_allocated - exact.peak_allocated))
 
     def replay(self, larger: float = 1, expandable: bool = False) -> Allocator:
-        """Replay all events and return the allocator. Large requests of steps grow by `larger`."""
+        """Replay all events. `larger` multiplies large requests of steps. Return the allocator."""
         allocator = Allocator(expandable)
         blocks: list[Block] = []
         for place, event in enumerate(self.events):
@@ -242,10 +242,10 @@ class Requests:
 
 
 def with_cached(memory: Memory, limit: int) -> Components:
-    """Return the run's memory with cuBLAS's workspaces and torch's cache; on a CPU without either.
+    """Return the run's GPU memory with cuBLAS's workspaces and torch's cache (on a CPU, neither).
 
-    Expandable segments give back cached memory rather than exceed `limit` bytes. The cache is
-    left out if the allocations alone exceed `limit`, and for a LOOP, whose requests are unknown.
+    The cache is left out if all else exceeds `limit` bytes. It is also left out if the model loops
+    over tokens (LOOP): its requests are unknown. Expandable segments free the cache above `limit`.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu

@@ -72,7 +72,7 @@ class Estimator:
         return Memory(run, self.weights(run), micro_batch, share(run) // micro, self._evaluation(run))
 
     def weights(self, run: RunSpec) -> Weights:
-        """Count the model's parameters with the run's task and adapters. Raises `UserError`."""
+        """Count the parameters. Raises `UserError` if task or adapters do not suit the model."""
         from recipes.planner.trace import weigh
 
         adapters = _adapters(run)
@@ -141,7 +141,7 @@ class Estimator:
         single row to a multiple of 8. With `bfd` packing, the mask separates the examples of a row.
         """
         mixed, casts = mixed_precision(run), casts_the_model(run)
-        by = {run["torch_compile_backend"], run["torch_compile_mode"]}  # no other backend, and no CUDA graphs
+        by = {run["torch_compile_backend"], run["torch_compile_mode"]}  # only inductor without CUDA graphs is traced
         asked = run["attn_implementation"]
         wanted = asked or getattr(self.config, "_attn_implementation", None)  # asked for, or the configuration's own
         return Case(
@@ -221,8 +221,8 @@ class Planned:
 class Planner:
     """Plans runs of one model on GPUs with `usable` bytes, in nodes with `host` bytes of RAM.
 
-    If `host` is None, the RAM is unknown, and any need of RAM fits. Times assume the share `mfu` of
-    the GPU's peak, and `bandwidth` between GPUs in bytes per second, None if unknown.
+    If `host` is None, any need of RAM fits. Times assume the share `mfu` of the GPU's peak, and
+    `bandwidth` between GPUs in bytes/s (None: unknown). Plans raise what `Estimator.memory` raises.
     """
 
     estimator: Estimator
@@ -234,8 +234,8 @@ class Planner:
     def best(self, run: RunSpec) -> Planned:
         """Plan the run at the largest micro-batch that fits, or at the smallest one if none fits.
 
-        If only the evaluation does not fit, the evaluation batch is halved until it fits. Results
-        do not depend on the evaluation batch.
+        If no micro-batch fits, and evaluations need the most memory, their batch is halved until
+        the run fits, or else stays. Results do not depend on this batch.
         """
         found = entry = self._largest(run)
         batch = run["per_device_eval_batch_size"]
@@ -254,7 +254,7 @@ class Planner:
         return self.at(run, sizes[-1])
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
-        """Return False if the weights alone (found without a trace) or all allocations do not fit.
+        """Return False if the states (known without a trace), or all allocations, do not fit.
 
         torch's cache is left out, because it takes longer to compute and only adds memory.
         """
@@ -322,7 +322,7 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> I
     if moment == LOADING:
         yield "loading needs more memory than steps: each GPU holds all weights in 4 bits until they are sharded"
     if LOOP in kernels:
-        yield "planned with transformers' own loop over the tokens: a package of kernels makes the peak lower"
+        yield "planned with transformers' own loop over the tokens: if a package of kernels runs, the peak is lower"
         yield "memory that torch caches is not counted: nvidia-smi shows more than the plan"
     if run["use_liger_kernel"] and not liger:
         yield "savings by Liger's kernels are not counted: the real peak is lower"

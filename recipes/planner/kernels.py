@@ -33,8 +33,8 @@ _GROUPED_MATMULS = {_F.grouped_mm, torch._grouped_mm}
 class Operations(TorchFunctionMode):
     """Allocate as a GPU of this compute capability does, or as a CPU does if not `on_cuda`.
 
-    `kernels` names the unfused attention that ran: torch's math kernel (MATH), or the model's own
-    code (EAGER).
+    `kernels` names the unfused attention that ran: torch's math kernel (MATH), or, with gradients,
+    the model's own code (EAGER).
     """
 
     def __init__(self, on_cuda: bool = True, capability: tuple[int, int] = (8, 0)) -> None:
@@ -79,7 +79,7 @@ class Operations(TorchFunctionMode):
             return torch.ops.aten._scaled_dot_product_attention_math(*kept, enable_gqa=enable_gqa)[0]
 
     def _softmax(self, softmax: Callable, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
-        """Run any form of softmax(scores, dim, dtype). Ignore `dim`: it does not change memory."""
+        """Allocate as any form of softmax(scores, dim, dtype). `dim` does not change the memory."""
         if scores.dim() > 2 and scores.requires_grad:
             self.kernels.add(EAGER)
         if is_divided():
@@ -152,8 +152,8 @@ def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped:
     needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The efficient
     kernel supports masks. It needs aligned head sizes, refuses bfloat16 below 8.0, and up to torch
     2.13 refuses grouped heads (for later torch, plans are too high). cuDNN's kernel runs masked
-    grouped heads in 16 bits on 9.x and 10.x. The math kernel runs all else: grouped heads in fp32,
-    and below 8.0 grouped heads without a mask. With a mask, transformers repeats the heads.
+    grouped heads in 16 bits on 9.x and 10.x. The math kernel runs all else, such as grouped heads
+    in fp32, or without a mask below 8.0 (with a mask, transformers repeats the heads).
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
@@ -204,7 +204,7 @@ def _attention(
 def _attention_backward(
     gradient: torch.Tensor, saved: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, and a tensor of the size of all temporary ones.
+    """Return the gradients of query, key and value, and a tensor as large as all temporary tensors.
     16-bit kernels sum the queries' gradients in fp32. The flash kernel makes gradients of key and
     value for each query head, then sums those of a group. Source: mha_bwd of flash_api.cpp,
     workspace_size of mem_eff_attention/kernel_backward.h.
@@ -282,7 +282,7 @@ def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
 
 def fuse_layers(model: Any) -> None:
     """Replace RMSNorm and the product of a gated MLP as liger-kernel 0.8.5 does (ops/rms_norm.py,
-    ops/swiglu.py). The caller replaces the rotary embedding, because Liger's works in place.
+    ops/swiglu.py). The caller drops the rotary embedding: Liger's works in place, without memory.
     """
     for layer in model.modules():
         if type(layer).__name__.endswith("RMSNorm"):
@@ -359,7 +359,7 @@ class _Loss(torch.autograd.Function):
         return of_rows, others.pop(0) if has_weight else None, others.pop(0) if has_bias else None, None, None
 
 
-# --- Weights in 4 bits, as bitsandbytes and peft store them ---------------------------------------
+# --- Layers with weights in 4 bits, as bitsandbytes computes them ---------------------------------
 
 
 class _Product4bit(torch.autograd.Function):

@@ -33,8 +33,8 @@ COMPILED = "compiled"  # equal layers keep only the tensors that torch.compile's
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
 # The columns of a trace's allocations. A time is the number of allocations made until then. SIZE:
-# bytes. FREED: time of the release, NEVER if it outlives the trace. COMPLETE: time when it becomes
-# a complete gradient, NEVER if it is none. LOGITS: 1 if the last dimension is the vocabulary.
+# bytes. FREED: time of the release, NEVER if the tensor outlives the trace. COMPLETE: time when the
+# tensor is a complete gradient, NEVER for others. LOGITS: 1 if its last dimension is `vocabulary`.
 SIZE, FREED, COMPLETE, LOGITS = range(4)
 NEVER = 1 << 62
 ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of CUDACachingAllocator.cpp
@@ -50,7 +50,7 @@ class Weights:
     trained_embedding: int = 0  # parameters of trained embeddings
     largest_layer: int = 0
     largest_parameter: int = 0  # parameters of the largest single tensor
-    outside_layers: int = 0  # parameters in no layer: embeddings and the head
+    outside_layers: int = 0  # parameters in no layer: embeddings, the last norm and the head
     looked_up: int = 0  # parameters of an input embedding not tied to the head: its lookup takes no FLOPs
     buffer_bytes: int = 0
     layers: tuple[int, ...] = ()  # parameters of each layer, in order; empty if the layers are unknown
@@ -99,7 +99,7 @@ class Traced:
 
     The forward makes the first `made_forward` rows of `allocations`. `kernels` names the unfused
     attention that ran, LOOP if `_at_length` made the trace, and COMPILED if layers were compiled.
-    `made_by` has each row's operation and size; it is empty after `_at_length`.
+    `made_by` has each row's operation and traced size; it is empty in an extrapolated trace.
     """
 
     allocations: np.ndarray
@@ -197,7 +197,7 @@ def mixed_precision(run: RunSpec) -> str | None:
 
 
 def casts_the_model(run: RunSpec) -> bool:
-    """True if mixed precision casts the parameters and uses no autocast (`_prepare_fsdp2`)."""
+    """True for DeepSpeed and FSDP2: they cast the model and use no autocast (`_prepare_fsdp2`)."""
     return run.engine.kind in ("deepspeed", "fsdp")
 
 
@@ -316,7 +316,7 @@ class Memory:
 
     @property
     def gpu(self) -> Components:
-        """The memory of each GPU at the run's fullest moment, by component."""
+        """Each GPU's memory at the fullest moment. Raises `UserError` for tensor parallelism."""
         return self._moments[self.moment]
 
     @cached_property
@@ -337,7 +337,7 @@ class Memory:
             context=self.context,
         )
         states = replace(after, buffers=after.buffers + (self.gradients if self.beside_views else 0))
-        if self.stage in (1, 2):  # ZeRO-1 and ZeRO-2 hold their bucket in the backward only
+        if self.stage in (1, 2):  # ZeRO-1 and ZeRO-2 free their bucket before the update
             after = replace(after, buffers=self.weights.buffer_bytes)
         # Each GPU loads all 4-bit weights before `fsdp2_prepare_model` or DeepSpeed shards them:
         # for 4-bit, transformers uses no `zero.Init` (`get_init_context` of modeling_utils.py).
@@ -401,7 +401,7 @@ class Memory:
           the forward before torch 2.15, a variable of `wait_for_unshard` keeps the buffer until the
           next unit is copied, so three layers are in memory. In the backward, the next unit's
           buffer is filled during a unit's backward (`FSDPParamGroup.wait_for_unshard` and
-          `_backward_prefetch`). One process gathers nothing and needs no buffer.
+          `_backward_prefetch`). One process copies its own shard, without a buffer.
         - A unit's gradients are whole until the unit's backward ends. Their scatter buffer stays
           until the next unit has made a buffer (`FSDPParamGroup.post_backward`, `foreach_reduce`).
         - Without `sync_each_batch`, Trainer calls accelerate's `no_sync` in every micro-batch of a
@@ -437,7 +437,7 @@ class Memory:
 
     @property
     def _stored_bytes(self) -> float:
-        """Bytes of the whole model between steps, before it is sharded."""
+        """Bytes that the whole model takes between steps if it is not sharded."""
         weights = self.weights
         frozen = (weights.total - weights.in_4_bits - weights.trained) * self.frozen_width
         return weights.in_4_bits * bytes_in_4_bits(self.run) + weights.trained * trained_bytes(self.run) + frozen
@@ -505,7 +505,7 @@ class Memory:
 
     @cached_property
     def update(self) -> int:
-        """Bytes that the update allocates temporarily.
+        """Bytes that the update allocates temporarily; 0 with offload.
 
         DeepSpeed gives torch's optimizer one flat fp32 parameter, ZeRO-3 one per billion weights.
         """
@@ -543,7 +543,7 @@ class Memory:
         - FSDP2: only rank 0 reads the weights and sends them, unless `cpu_ram_efficient_loading` is
           off. Before rank 0 sends, each process casts all trained parameters to fp32
           (`fsdp2_prepare_model`), even a process that has read nothing.
-        - Weights in 4 bits: each process reads all of them, under FSDP2 too.
+        - Weights in 4 bits: each process reads all of them, under ZeRO-3 and FSDP2 too.
         - In all other cases each process holds the whole model.
         """
         run, weights = self.run, self.weights
@@ -563,9 +563,9 @@ class Memory:
     def _offloaded_bytes(self) -> tuple[float, float]:
         """Bytes that offload keeps in a node's RAM between steps, and bytes of FSDP's gradients.
 
-        The update frees FSDP's gradients. With DeepSpeed an offloaded parameter takes 18 bytes: 16
-        for an fp32 copy, the gradient and two moments, 2 for a 16-bit copy to send back to the GPU
-        (deepspeed/runtime/zero/stage_1_and_2.py).
+        The update frees FSDP's gradients. DeepSpeed's optimizer takes 18 bytes per trained
+        parameter: 16 for an fp32 copy, the gradient and two moments, 2 for a 16-bit copy to send
+        back to the GPU (stage_1_and_2.py). Parameter offload adds 2 bytes for every parameter.
         """
         share = self.run.local_world_size / self.run.world_size
         if self.kind == "fsdp" and self.offloads:  # the shards are the parameters themselves; moments, gradients: fp32

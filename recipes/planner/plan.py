@@ -83,8 +83,8 @@ def plan_memory(
     None, `_names` chooses. `argv` are flags of train.py. `accelerate_config` is an Accelerate YAML
     that replaces each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and
     `bandwidth` in GB/s between GPUs; the defaults are published values. `host_memory` is the RAM of
-    one node in GB; if it is None, any need of RAM fits. Only a config is downloaded, and no GPU is
-    needed. Raises `UserError` if the request is wrong, or if no recipe is legal with these flags.
+    one node in GB (None: any need of RAM fits). No weights are downloaded, and no GPU is needed.
+    Raises `UserError` if the request is wrong, no recipe is legal, or the model cannot be planned.
     """
     if num_processes % nodes:
         what = f"{plural(num_processes, 'process')} cannot be split evenly over {nodes} nodes"
@@ -203,7 +203,7 @@ class Request:
 
 
 def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
-    """Return the legal runs, and the others' errors by recipe. Raise the first if none is legal."""
+    """Return the legal runs, and errors by recipe. Raise the first error if no run is legal."""
     runs: list[RunSpec] = []
     refused: dict[str, UserError] = {}
     for name in names:
@@ -243,9 +243,9 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
 
 
 def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
-    """Plan the run at the largest micro-batch that fits. If none fits, add checkpointing.
-
-    Checkpointing is faster than offload, and does not change results. A note names each change.
+    """Plan the run at the largest micro-batch that fits. If none does, and the user left
+    checkpointing open, add checkpointing if the run then fits: that is faster than offload, and
+    does not change results. A note names each change.
     """
     entry = planner.best(run)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
@@ -285,7 +285,7 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 
     `row` is the plan of `standard`, or else of the first recipe. If nothing fits, each change saves
     GPU memory, or RAM if only RAM is too small; of changes with equal memory the first is returned.
-    Alternatives fit without offload: the first change that does, and the first that has adapters.
+    Alternatives fit without offload at the same length: the first, and the first with adapters.
     """
     if best and best.run.engine.offload_optimizer == "none":
         return []

@@ -55,6 +55,6 @@ def context_of(run: RunSpec) -> Context:
     alike = next((name for name in _READ if card.name.startswith(name)), None)
     mib, source = _READ[alike] if alike else max(_READ.values())
     source = source if alike else f"the largest known value, {source}"
-    if run.world_size > 1 or run.engine.kind == "fsdp":  # FSDP2 gathers by NCCL on one GPU too
+    if run.world_size > 1 or run.engine.kind == "fsdp":  # FSDP2 uses NCCL on one GPU too
         mib, source = mib + _NCCL, f"{source}, and {_NCCL} MiB of NCCL with one rank; more ranks may take more"
     return Context(round(mib * _MIB), source)

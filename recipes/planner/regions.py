@@ -24,7 +24,7 @@ _divided: dict[str, Callable] = {}  # by kind of layer, the function that runs b
 
 
 def is_divided() -> bool:
-    """True while the partitioner records the operations of a layer."""
+    """True while the operations of a layer are recorded for the partitioner."""
     return get_proxy_mode() is not None
 
 

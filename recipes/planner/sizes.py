@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
     """Return the configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`.
 
-    `run` gives the revision and `trust_remote_code`. The Hub is asked only for a configuration that
-    is neither a local file nor in the Hub's cache. If the Hub fails, models in `SHAPES` get their
-    known shape.
+    `run` gives the revision (else `main`) and `trust_remote_code`. The Hub is asked only for a
+    configuration that is neither a local file nor in the Hub's cache. If the Hub fails, models in
+    `SHAPES` get their known shape, but only at the revision `main`.
     """
     if is_size(model):
         return config_of(model)

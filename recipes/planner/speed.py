@@ -48,7 +48,7 @@ def mfu_of(card: str) -> tuple[float, str]:
 def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
     """Return the bus bandwidth between GPUs in bytes per second, and the name of the link.
 
-    The bandwidth is None for one process, between nodes, and for a GPU outside the catalogue.
+    Return (None, "") for one process, between nodes, and for a GPU outside the catalogue.
     """
     if processes == 1 or nodes > 1 or not any(card.name == gpu.name for card in CATALOGUE):
         return None, ""
@@ -122,8 +122,8 @@ def _peak(run: RunSpec) -> float | None:
 def model_flops(parameters: int, config: PreTrainedConfig, length: float) -> float:
     """Return the training FLOPs per token: 6N + 6*layers*heads*head_dim*length.
 
-    N is `parameters`, without an untied input embedding, because a lookup takes no FLOPs. Source:
-    PaLM (Chowdhery et al. 2022), appendix B; the causal mask halves the paper's attention term.
+    N is `parameters`: callers leave out an untied input embedding, whose lookup takes no FLOPs.
+    Source: PaLM (Chowdhery et al. 2022), appendix B; the causal mask halves the attention term.
     """
     return 6 * parameters + _attention_flops(config, length)
 
@@ -168,7 +168,7 @@ def _attention_flops(config: PreTrainedConfig, length: float) -> float:
 
 
 def exchanges(run: RunSpec, accumulation: int) -> int:
-    """Return how many times gradients are reduced in an optimizer step.
+    """Return how many times gradients are reduced in an optimizer step; 0 with one process.
 
     DDP, FSDP2 and ZeRO-1 reduce once, in the last micro-batch. With `sync_each_batch`, DDP and
     FSDP2 reduce in each micro-batch, as ZeRO-2 and ZeRO-3 always do.
@@ -221,13 +221,13 @@ def host_seconds(run: RunSpec, weights: Weights, accumulation: int) -> float:
 def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:
     """Return the bytes between one GPU and its host in a step, both ways, with optimizer offload.
 
-    The GPU's share of the gradients goes to the host once in fp32, for Adam. With accumulation,
-    DeepSpeed keeps the 16-bit sum of gradients on the host, but adds on the GPU: the sum goes to
-    the host after every micro-batch, and returns before every later one. ZeRO-3 moves the sum
-    both ways in every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
+    DeepSpeed sends the GPU's share of the gradients to the host once in fp32, for Adam. With
+    accumulation, DeepSpeed keeps the 16-bit sum of gradients on the host, but adds on the GPU: the
+    sum goes to the host after every micro-batch, and returns before every later one. ZeRO-3 moves
+    the sum both ways in every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
     `async_inplace_copy_grad_to_fp32_buffer_from_gpu` in stage_1_and_2.py, `partition_grads` in
-    stage3.py). Updated parameters return once; offloaded parameters go to the GPU for every forward
-    and backward. FSDP2 sends shards in fp32 (`all_gather_inputs` in torch's _fsdp_param.py).
+    stage3.py). Updated parameters return once, offloaded ones for every forward and backward. FSDP2
+    sends fp32: shards, and gradients per micro-batch (`all_gather_inputs` of _fsdp_param.py).
     """
     fsdp = run.engine.kind == "fsdp"
     width = FP32 if fsdp or not (run["bf16"] or run["fp16"]) else HALF

@@ -2,7 +2,7 @@
 
 The real model runs forward and backward under torch's FakeTensorMode: shapes and lifetimes of
 tensors are real, but no memory is allocated. This module imports torch and transformers, so the
-planner imports this module only when there is something to trace.
+planner imports this module only when there is a model to count or trace.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ _DIFFERENT = "the two traces ran different operations"
 class LiveBytes(TorchDispatchMode):
     """Record each storage once: the operation that allocates it, and the time when it is freed.
 
-    Tensors whose last dimension is `vocabulary` count as logits. `allocations` has one row per
-    storage, as in `Traced`. `made_by` has the operation and the size of each allocation.
+    Tensors, except vectors, count as logits if their last dimension is `vocabulary`. `allocations`
+    has a row per storage, as in `Traced`. `made_by` has each row's operation and size.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """Count the complete gradient of a parameter as a gradient, no longer as an activation."""
-        if parameter.grad is not None:  # None if the forward did not use this parameter
+        if parameter.grad is not None:  # None if the backward gave this parameter no gradient
             self._note(COMPLETE, self.known.get(parameter.grad.untyped_storage()._cdata))
 
     def __torch_dispatch__(
@@ -147,7 +147,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
 
 
 def _rotary(config: PreTrainedConfig, case: Case) -> contextlib.AbstractContextManager:
-    """With `liger_layers`, make the rotary embedding take no memory: Liger's works in place."""
+    """Return a context: with `liger_layers`, rotary embeddings allocate nothing, as Liger's do."""
     module = sys.modules.get(getattr(_class(config, case.task), "__module__", ""))
     if not case.liger_layers or not hasattr(module, "apply_rotary_pos_emb"):
         return contextlib.nullcontext()
@@ -204,7 +204,7 @@ def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceCl
 
 
 def _class(config: PreTrainedConfig, task: str) -> type | None:
-    """Return the model's class in transformers, None if its code comes with the weights."""
+    """Return transformers' class of the model for a task; None if there is none (remote code)."""
     return _auto_class(task)._model_mapping.get(type(config), None)
 
 
@@ -278,8 +278,8 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
 
 
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int] | None:
-    """Return the layers of two shallow models to trace, and how many more pieces the deep model has
-    than the first shallow model; or None if the kinds of layers do not repeat.
+    """Return the layers of two shallow models to trace, and how many pieces the first one lacks of
+    the deep model. None if no kinds of layers repeat, or the second would not be shallower.
 
     A piece is a group of layers that repeats up to the last layer: one layer, or six in Gemma 3.
     Other layers may come before, such as dense layers before experts. The first shallow model has
@@ -297,7 +297,7 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Return the case without fields that this model ignores, so that more cases share a trace."""
+    """Return the case to trace: PACKAGED only for models that use it, uncompiled for a loop."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
@@ -308,7 +308,7 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: flo
 
     Extrapolate from shallow models if layers repeat, and from three short lengths if the model
     loops over tokens, because a long loop takes minutes. Batches of shorter sequences hold more
-    sequences, and as many tokens. Traces are looked up in `known`, and added to it, by case.
+    sequences, so that they have as many tokens. `known` caches the traces by case.
     """
     if lengths := short_lengths(config, case):
         shorter = [replace(case, length=length) for length in lengths]
@@ -320,12 +320,12 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: flo
 
 
 def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
-    """Extrapolate the trace of a deep model from shallow models, None if its layers do not repeat.
+    """Extrapolate the trace of a deep model; None if its layers or their traces do not repeat.
 
     Without checkpointing, the last layer's backward differs from the other layers'. In 16 bits
-    without autocast, the last layer's result is freed sooner. With adapters, the first layer is
-    compiled on its own. For each of these three reasons the shallow models get one more piece of
-    layers, so that no moment of the deep model is underestimated.
+    without autocast, the last layer's result is freed sooner. Compiled with adapters, the first
+    layer differs from the others. For each of these three reasons the shallow models get one more
+    piece of layers, so that no moment of the deep model is underestimated.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
@@ -397,10 +397,10 @@ def at_batch(traced: Traced, copies: int, times: float) -> Traced:
 def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> Traced:
     """Extrapolate from traces of three lengths to another length. All have equally many tokens.
 
-    The result has three moments: with the most activations, with the most activations and
-    gradients, and with all gradients. At equally many tokens, a size is constant (most are), grows
-    with the length (attention scores), or shrinks (the state of a sequence). Nine allocations
-    replace all others: gradients, activations and logits of each moment.
+    The result has three moments: with the most activations and logits, with the largest total,
+    and with all gradients. At equally many tokens, a size is constant (most are), grows with the
+    length (attention scores), or shrinks (the state of a sequence). Nine allocations replace all
+    others: gradients, activations and logits of each moment.
     """
     kinds = np.array([(1, one, 1 / one) for one in lengths])
     weights = np.linalg.solve(kinds.T, (1, length, 1 / length))
@@ -422,8 +422,8 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
 
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
-    the earliest possible allocation, to 1, the latest. The time when a tensor is freed must be
-    linear in the number of pieces, and in the index of its piece; otherwise raises `ValueError`.
+    the earliest possible allocation, to 1, the latest. Raises `ValueError` if operations differ, or
+    if a tensor's release is not linear in the number of pieces, and in the index of its piece.
     """
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward
@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return the index at which the repeated piece begins in both traces, or raise `ValueError`."""
+    """Return where the repeated piece begins in both traces. Raises `ValueError` without one."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -465,7 +465,7 @@ def _same(one: Sequence[object], two: Sequence[object]) -> int:
 
 
 def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """Return how many allocations later `other` frees or completes each tensor than `one` does."""
+    """Return how much later `other` frees and completes tensors; `ValueError` if not `possible`."""
     step = other - one
     if step[:, [SIZE, LOGITS]].any() or not np.isin(step[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

@@ -332,7 +332,7 @@ def attention_fits_the_machine(run):
     elif flash == 3 and card[0] > 9:
         what, fix = f"FlashAttention 3 has kernels only for Hopper: {here}", "flash_attention_2 or flash_attention_4"
     elif flash > 2 and card[0] < 9:
-        what, fix = f"FlashAttention {flash} is written for Hopper: {here}", "flash_attention_2"
+        what, fix = f"FlashAttention {flash} is not written for GPUs before Hopper: {here}", "flash_attention_2"
         say = advice if run.place.is_elsewhere or has_kernels else Problem
     elif not has_kernels:
         yield missing(run, "attn_implementation", distribution, f"{name} needs the package {distribution}")
@@ -364,7 +364,7 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
 
 
 def _layers_of_base(cls: type) -> Sequence[str]:
-    """The layer classes of the model without a head, for a model with a head that names none."""
+    """The layer classes of the model without a head, for a class that names none; or empty."""
     from transformers import AutoModel
 
     config = getattr(cls, "config_class", None)

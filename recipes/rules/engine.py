@@ -41,7 +41,7 @@ _ON_GPUS = 'Check the run for GPUs: recipes check --gpu "H100 80GB"'
 def single_engine_starts_one_process(run):
     """`distributed_type: 'NO'` and `MULTI_CPU` start one process, whatever --num_processes says."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
-        what = f"{run.engine.raw.get('distributed_type', 'NO')} starts one process, but the run needs {run.world_size}"
+        what = f"{run.engine.raw.get('distributed_type') or 'NO'} starts one process, but the run has {run.world_size}"
         is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
         fix = "distributed_type: MULTI_GPU, also for several CPU processes"
         yield in_yaml(run, "distributed_type", what, fix, "error" if is_chosen else "advice")
@@ -140,7 +140,7 @@ def fsdp_needs_ranks_with_gpus(run):
 
 
 def _uses_ddp(run: RunSpec) -> bool:
-    """True if DDP wraps the model. Several processes use DDP even if the YAML says `single`."""
+    """True if DDP wraps the model. Several processes use DDP even with `distributed_type: 'NO'`."""
     if uses_deepspeed(run) or uses_fsdp(run):
         return False
     return run.engine.kind == "ddp" or run.engine.kind.startswith("multi_") or run.world_size > 1
@@ -161,7 +161,7 @@ def ddp_settings_need_ddp(run):
 
 # --- The Accelerate YAML --------------------------------------------------------------------------
 
-# Section -> the distributed type that reads the section; None if every type reads the section.
+# Section -> the distributed type that the section is for; None if a rule accepts it for any type.
 _SECTIONS = {
     "deepspeed_config": "deepspeed",
     "fsdp_config": "fsdp",
@@ -476,7 +476,7 @@ ROWS = (
               lambda run: _offloads_gradients(run) and (run["max_grad_norm"] or 0) > 0
               and run.hardware.cuda and "gloo" not in str(run["ddp_backend"]),
               "offloads gradients to host RAM, where NCCL cannot sum their norm for clipping",
-              "offload with fsdp_offload_params: true in an Accelerate YAML, which adds gloo, not with --fsdp; "
+              "replace --fsdp by an Accelerate YAML with fsdp_offload_params: true, which adds gloo; "
               "or --max_grad_norm 0",
               "The first step fails, since NCCL is only for GPUs: `No backend type associated with device type cpu`."),
 )  # fmt: skip

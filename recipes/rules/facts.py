@@ -34,7 +34,7 @@ Judge = Callable[[RunSpec], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A named check. `judge` yields a run's problems. `why` names the failure that it prevents.
+    """A named check. `judge` yields a run's problems. `why` is the failure that the rule prevents.
 
     `of_train_py` is True if the rule depends on how train.py handles model, data and metrics. The
     user's own script may handle them differently, so `check` skips such a rule for a script.

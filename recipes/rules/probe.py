@@ -58,7 +58,7 @@ def require_constructible(run: RunSpec) -> None:
 
 
 def probe_in_child(run: RunSpec) -> list[Problem]:
-    """Run `probe` in a child process, so that its imports, output and crashes stay there."""
+    """Run `probe` in a child process: imports and output stay there, a crash becomes a problem."""
     import multiprocessing  # here, so that `recipes check` without --deep does not wait for it
 
     context = multiprocessing.get_context("fork")
@@ -311,10 +311,9 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
 
 
 def _with_defaults(content: dict[str, Any]) -> Any:
-    """Return a DeepSpeed JSON with DeepSpeed's defaults written in for keys that it leaves out.
-
-    Trainer fills in "auto", and compares written values with its arguments. A missing key gets
-    DeepSpeed's default whatever the arguments say, such as an lr of 0.001.
+    """Return a DeepSpeed JSON with DeepSpeed's defaults for the keys of clipping, precision,
+    optimizer and schedule that it leaves out. Trainer fills in "auto", and compares written values
+    with its arguments. A missing key gets DeepSpeed's default whatever the arguments say.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
@@ -391,9 +390,10 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """Return a problem about the first name in the error's message that the user wrote: a setting,
-    or a key or value in `content`, the content of the YAML or JSON `file`. If there is no such
-    name, the problem is about the first setting in `about` ("a b c") that the user wrote.
+    """Return a problem about the first setting in the error's message that the user wrote. If there
+    is none, it is about the first key in `content` that the message names by key or value, or else
+    about the YAML or JSON `file`; without a `file`, about the first setting in `about` ("a b c")
+    that the user wrote, or else about a named setting or TrainingArguments.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)

@@ -119,7 +119,7 @@ _UNREAD_BY_TRAIN_PY: tuple[tuple[str, Condition, str, str], ...] = (
 
 
 def _unread(setting: str, is_read: Condition, where: str, meant: str) -> Rule:
-    """Return a rule that advises against a setting that is on although the run ignores it."""
+    """Return a rule that advises against a setting that the user turned on and the run ignores."""
     return advice_row(
         f"{setting}_is_read", setting,
         lambda run: run.explicit(setting) and run[setting] not in (None, False, "", {}, []) and not is_read(run),

@@ -60,7 +60,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def name_of(flag: str) -> tuple[str, bool]:
-    """The setting that a flag such as `--global-batch-size` sets, and True for `--no_NAME`."""
+    """The setting in a flag such as `--global-batch-size`, and True if `--no_` turns it off."""
     name = flag[2:].replace("-", "_")
     known = legal.settings().get(name.removeprefix("no_"))
     is_off = name not in legal.settings() and known is not None and "bool" in known.types
@@ -87,7 +87,7 @@ def _as_word(value: Any) -> str:
 
 
 def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
-    """Read the settings of a --config file. Raises `UserError` if the file cannot be read."""
+    """Read a --config file. Raises `UserError` if the file cannot be read, or is a recipe."""
     content = read_yaml(path, "--config")
     if "base" in content:
         raise mistake("config", f"{path} is a recipe", f"--recipe {path}")
@@ -133,12 +133,12 @@ def unknown(name: str, source: str) -> Problem:
 
 
 def names_with_a_fix() -> set[str]:
-    """The names of settings, and the renamed or misplaced names that `unknown` has a fix for."""
+    """The names of settings, and the renamed, removed and misplaced names in `moved`'s tables."""
     return {*legal.settings(), *moved.RENAMED, *moved.ELSEWHERE}
 
 
 def belongs(name: str) -> str:
-    """Return where an unknown name belongs; empty if the name is legal nowhere."""
+    """Return what to write instead of an unknown name, or where; empty if no fix is known."""
     if name in legal.names("ddp") and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")
@@ -155,8 +155,8 @@ _EXPONENT = r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"
 def coerce(value: object, known: legal.Field) -> Any:
     """Convert `value` to the field's type. Raises `ValueError` for a value that is not legal.
 
-    If the field needs a number, text is read as a number, because a command line has only text, and
-    YAML reads `1e-5` as text.
+    Text becomes a number, boolean, JSON object or None if the field allows that, because a command
+    line has only text, and YAML reads `1e-5` as text.
     """
     types = known.types
     if hasattr(value, "tp_size"):

@@ -23,7 +23,9 @@ def existing_path(name: str | None) -> Path | None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the sorted files that `datasets` reads in a folder, without names like .x and __x."""
+    """Return the sorted files that `datasets` reads below a folder. A file is left out if its name,
+    or the name of a folder on the way to it, is like .x or __x.
+    """
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     return [file for file in files if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}")]
 
@@ -49,9 +51,7 @@ def launch_with(name: str) -> str:
 
 def find_yaml(name: str | Path, subject: str = "--accelerate_config", beside: str = "", source: str = "") -> Path:
     """Find an Accelerate YAML by its path, relative to the folder of the file `beside`; else find
-    the shipped YAML of that name.
-
-    Raises `UserError` about the flag `subject` if there is neither.
+    the shipped YAML of that name. Raises `UserError` about `subject` if there is neither.
     """
     path = existing_path(str(Path(beside).parent / expanded(name)))
     if path and not path.is_dir():
@@ -73,7 +73,7 @@ def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
-    """Read the mapping in a YAML file. Raises `UserError` about the flag `subject` if that fails.
+    """Read a YAML file's mapping, {} if empty. Raises `UserError` about `subject` if that fails.
 
     With `as_text` every value stays text, because YAML would read `8:00:00` as 28800.
     """

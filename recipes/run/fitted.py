@@ -33,7 +33,7 @@ def identity(run: RunSpec) -> Json:
 
 
 def read(folder: str | Path) -> Json:
-    """Read fit.json in a folder; empty if the file is missing or damaged."""
+    """Read fit.json in a folder, and add its path as `file`; empty if it is missing or damaged."""
     file = Path(folder) / FIT
     content = read_json(file)[0]
     return {**content, "file": str(file)} if content else {}
@@ -48,7 +48,7 @@ def with_fit(run: RunSpec) -> RunSpec:
 
 
 def batch(run: RunSpec, fit: Json) -> Batch | None:
-    """The batch of a fit that was measured for exactly this run; None for any other fit."""
+    """The batch of a fit for exactly this run; None for another fit, or another global batch."""
     if not fit or fit.get("holds_for") != identity(run):
         return None
     split = as_batch(run, fit)

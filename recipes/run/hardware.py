@@ -48,7 +48,7 @@ class Hardware:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s of one GPU; None if unknown."""
+        """Peak dense bf16 FLOP/s of the first GPU; None if unknown, or without a GPU or bf16."""
         card = known(self.gpus[0].name) if self.gpus else None
         return card.peak_flops if card else None
 

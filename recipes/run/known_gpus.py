@@ -52,7 +52,7 @@ def find(name: str) -> KnownGpu:
 
 
 def known(name: str) -> KnownGpu | None:
-    """Find a GPU as `find` does; None for a GPU that is not in the table, such as a MIG slice."""
+    """Find a GPU as `find` does; None where `find` raises, for example for a MIG slice."""
     try:
         return find(name)
     except UserError:
@@ -66,7 +66,7 @@ def _read(name: str) -> tuple[str, int | None]:
     if size:
         spelling = spelling.replace(size[0], " ", 1)
     chip = re.sub(r"nvidia|tesla|geforce|rtx|generation|tensor core|gpu|sxm\d?|hbm\d?e?| ", "", spelling)
-    if not chip.startswith(("h", "v")):  # only for these chips is the PCIe card a different product
+    if not chip.startswith(("h", "v")):  # H100's and V100's PCIe cards have lower peaks than SXM modules
         chip = chip.removesuffix("pcie")
     return chip, int(size[1]) if size else None
 

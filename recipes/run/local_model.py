@@ -44,7 +44,7 @@ def is_git_lfs_pointer(file: Path) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's section of a configuration, or the whole configuration if it has no section."""
+    """The text model's section of a configuration, or the whole configuration without one."""
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
 
 
@@ -57,7 +57,7 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence, in tokens, that the model has positions for. None means no limit."""
+    """The longest sequence, in tokens, that the model has positions for; None: no known limit."""
     text = text_config(config)
     positions = next((text[name] for name in _POSITIONS if name in text), None)
     if not isinstance(positions, int) or positions <= 0:  # DeBERTa has -1

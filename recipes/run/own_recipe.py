@@ -36,7 +36,7 @@ _EARLY = (*BATCH_FIELDS, *_OF_A_RECIPE, "model_name_or_path", "dataset_name", "u
 def find_recipe(name: str) -> Recipe:
     """Find the shipped recipe of this name, or read the recipe in the file of this name.
 
-    Raises `UserError` with every mistake in the name or in the file.
+    Raises `UserError` if there is no such recipe, or with the mistakes in its file.
     """
     if name in RECIPES:
         return RECIPES[name]()
@@ -52,7 +52,7 @@ def own_settings(recipe: Recipe) -> dict[str, Setting]:
     """Return the fixed values of a user's own recipe as settings that the user wrote.
 
     `run.explicit` is then True for these settings. Values of the shipped base, and values that
-    depend on the run, are decided as in every recipe.
+    depend on the run, are decided as in every recipe. Empty for a shipped recipe.
     """
     values = recipe.changes.items() if recipe.files else ()
     stated = {name: value for name, value in values if isinstance(value, tuple) and name not in _OF_A_RECIPE}
@@ -62,7 +62,7 @@ def own_settings(recipe: Recipe) -> dict[str, Setting]:
 def _from_yaml(file: str) -> Recipe:
     content = read_yaml(file, "recipe")
     if "base" not in content:
-        fix = "write base: fast, or give settings with --config, an Accelerate YAML with --accelerate_config"
+        fix = "write base: fast, or give settings with --config, or an Accelerate YAML with --accelerate_config"
         raise mistake("recipe", f"{file} has no base", fix)
     base = str(content["base"])
     if base not in RECIPES:
@@ -155,7 +155,7 @@ def _of_a_recipe(name: str, value: Any, file: str) -> Decision:
         found = find_yaml(str(value), name, beside=file, source=file)
         return found.name if found == shipped(found.name) else str(found.resolve()), reason
     if type(value) is not int or value < 1:
-        raise mistake(name, f"is {value!r}", "write a whole number of examples per process", file)
+        raise mistake(name, f"is {value!r}", "write a whole number above 0: the examples per process", file)
     return value, reason
 
 

@@ -20,7 +20,7 @@ class Place:
     `world_size` counts all processes, `local_world_size` the processes of one node. If another
     machine will train, `packages` are those known to be installed there; None means that the run
     trains here. `yaml` is the engine of the Accelerate YAML that the user names for the
-    launch; None means that the recipe decides. `launched` is True in a launched process of
+    launch; None if the user names none. `launched` is True in a launched process of
     train.py, whose environment shows the engine that the launcher has set up. `trained_by` is
     train.py, the user's own script, or nobody for a plan, which needs neither a model nor data.
     """
@@ -56,10 +56,10 @@ def here(
     """Describe this machine. `known` are fields of `Place` that the caller knows already.
 
     The world size is the given one, else `num_processes` of the Accelerate YAML
-    `accelerate_config`, else 1. Raises `UserError` if the YAML cannot be read.
+    `accelerate_config`, else 1. Raises `UserError` if the YAML is missing, empty or illegal.
     """
     yaml = from_yaml(find_yaml(accelerate_config)) if accelerate_config else None
-    size = world_size or max(1, (yaml and yaml.num_processes) or 1)  # a rule reports a count below 1
+    size = world_size or max(1, (yaml and yaml.num_processes) or 1)  # a count below 1 counts as 1
     if yaml and world_size:
         yaml = replace(yaml, num_processes=world_size)
     if "hardware" not in known:
@@ -86,8 +86,8 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
 
     The launch sets up an engine. train.py replaces that engine in two cases: the user gives
     `--deepspeed` or `--fsdp`; or the recipe shards or offloads, and the launch is plain DDP or one
-    process. The sizes of process groups come from the argument parallelism_config, else from the
-    engine's YAML, else from the launcher's variables.
+    process. `--fsdp` never replaces one process, and FSDP needs GPUs. The sizes of process groups
+    are those of parallelism_config, else of the engine's YAML, else of the launcher's variables.
     """
     deepspeed, can_shard = given.get("deepspeed"), place.hardware.can_shard
     launch = _launched_engine(place) if place.launched else place.yaml or from_yaml(launch_yaml(recipe, deepspeed))

@@ -45,9 +45,8 @@ def file_of(path: str | Path) -> Path:
 
 
 def read(path: str | Path, subject: str) -> Json:
-    """Read the record of a run from its output folder or its run.json.
-
-    Raises `UserError` about the flag `subject` if the path is neither.
+    """Read the record of a run from its output folder or its run.json. Raises `UserError` about the
+    flag `subject` if the path is neither, or if the record is damaged.
     """
     content, fault = read_json(file_of(path))
     if content is None or not _is_record(content):
@@ -81,8 +80,8 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """Return the settings that the user wrote for the recorded run, its recipe and global batch,
-    but no secret. A secret that this run needs and that is not `given` again becomes a problem.
+    """Return the recorded run's settings that the user wrote, its recipe and global batch, without
+    secrets and settings for one start. Each needed secret not `given` again becomes a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}
@@ -103,8 +102,9 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
-    """Return the recorded values that are derived differently here, except values that another
-    machine decided. `derived` is the run that the written settings give here, on as many processes.
+    """Return the recorded values that are derived differently here, except files, secrets, illegal
+    values and values that another machine decided. `derived` is the run that the written settings
+    give here, on as many processes as recorded.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
@@ -147,14 +147,14 @@ def plain(value: Any) -> Any:
 
 
 def places_of(run: RunSpec) -> dict[str, str]:
-    """Map settings to the absolute paths of the files or folders they name. Omit mixtures."""
+    """Map settings to the absolute paths they name. Omit mixtures, and paths that do not exist."""
     named = {name: re.sub(r"(?<=\.py):\w*$", "", run[name]) for name in _INPUTS if isinstance(run[name], str)}
     return {name: str(expanded(path).resolve()) for name, path in named.items() if paths_of(path)}
 
 
 def _found(record: Json, name: str, value: Any) -> Any:
-    """Return a setting's value. If the value is a relative path that is not found here, return the
-    recorded absolute path, provided that this path exists.
+    """Return a setting's value. If the value is a path that is not found here, return the recorded
+    absolute path, provided that this path exists.
     """
     then = (record.get("paths") or {}).get(name)
     if not then or not isinstance(value, str) or ":" in value or paths_of(value):  # mine.py:mine names a function

@@ -31,7 +31,7 @@ def resolve(
     """Resolve train.py's command line `argv` at a place, by default one process on this machine.
 
     `settings` are added to `argv` and win over it; `settings_source` is their source. Problems
-    are collected in `run.problems`. Raises `UserError` for a file that cannot be read.
+    are collected in `run.problems`. Raises `UserError` for an unusable --config file or YAML.
     """
     problems: list[Problem] = []
     place = place or here()

@@ -46,7 +46,7 @@ def shown(name: str, value: object) -> object:
 
 @dataclass(frozen=True, eq=False)
 class RunSpec(Mapping):
-    """One resolved run. `run[name]` is a setting's value; `run.setting(name)` adds the reason.
+    """One resolved run. `run[name]` is a setting's value; `run.setting` adds source and reason.
 
     `given` are the settings that the user wrote. `limits` are settings that the user did not write
     and that the model or the data decide, such as a lower max_length. `model` is the model's
@@ -74,7 +74,7 @@ class RunSpec(Mapping):
         return sum(1 for _ in self)
 
     def setting(self, name: str) -> Setting:
-        """A setting's value, source and reason. Raises `KeyError` for an unknown name."""
+        """A `Setting`. Raises `KeyError` (unknown name) or `UserError` (a recipe's code fails)."""
         name = legal.ALIASES.get(name, name)
         if name in self.given:
             return self.given[name]
@@ -87,7 +87,7 @@ class RunSpec(Mapping):
         return Setting(legal.settings()[name].default, LIBRARY)
 
     def explicit(self, name: str) -> bool:
-        """True if the user wrote the setting, on the command line or in a file."""
+        """True if the user wrote the setting: as a flag, in a file or as an argument in Python."""
         return legal.ALIASES.get(name, name) in self.given
 
     def chosen(self) -> dict[str, Setting]:
@@ -103,7 +103,7 @@ class RunSpec(Mapping):
         return {newest.get(name, name): value for name, value in chosen.items()}
 
     def with_source(self, problem: Problem) -> Problem:
-        """Add the setting's source to the problem, unless the problem already has a source."""
+        """Add a setting's source to a problem about it, unless the problem already has a source."""
         if problem.source or problem.subject not in legal.settings():
             return problem
         return replace(problem, source=self.setting(problem.subject).source)
@@ -154,7 +154,7 @@ class RunSpec(Mapping):
         return self.overruled(name, limit, reason)
 
     def overruled(self, name: str, value: Any, reason: str) -> RunSpec:
-        """Return the run with a value that the model or the data decide in place of the recipe."""
+        """Return the run with a value that model or data decide, unless the user wrote a value."""
         return replace(self, limits={**self.limits, name: Setting(value, "limit", reason)})
 
     def given_too(self, **settings: Any) -> RunSpec:
@@ -165,8 +165,8 @@ class RunSpec(Mapping):
     # --- Values that the user did not write ---
 
     def _layers(self, name: str) -> Iterator[tuple[str, Value | None]]:
-        """Yield the candidates for a value that the user did not write, each with its source. The
-        first candidate that is not None wins.
+        """Yield candidates for a value that neither `given` nor `limits` holds, each with its
+        source. The first that is not None wins. If there is none, the library's default holds.
         """
         if name in BATCH_FIELDS:
             sizes = dict(zip(BATCH_FIELDS, (self.batch.total, self.batch.micro, self.batch.accumulation), strict=True))
@@ -190,7 +190,7 @@ class RunSpec(Mapping):
             yield BEST_MODEL, self._saved_when_evaluated(name)
 
     def _saved_when_evaluated(self, name: str) -> Decision | None:
-        """Save whenever the run evaluates. None without evaluation, or if `save_steps` is set."""
+        """Save whenever the run evaluates. None if it does not, or if another setting says when."""
         strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is saved too"
         if name == "save_strategy":
             says_when = self.explicit("save_steps") or self.recipe.stated("save_steps")

@@ -43,7 +43,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Return the changes for this size. Those that keep the global batch come first, then by gain.
+    """Return the changes for this size: first those that keep the global batch, each group by gain.
 
     If noise hides the causes, the only possible advice is a smaller world size.
     """
@@ -109,7 +109,7 @@ def _volume_bound(row: Timing, waits: float) -> bool:
     """True if sending a step's bytes takes longer than twice the latency of the step's collectives,
     and longer than a quarter of the wait. Ranks that compete for cores may cause a longer wait.
 
-    The bandwidth alone is not enough, because a bandwidth of small messages includes the latency.
+    The bandwidth alone is not enough: for small messages it includes latency. False if unknown.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False
@@ -120,8 +120,8 @@ def _volume_bound(row: Timing, waits: float) -> bool:
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     """Yield the smallest accumulation that brings communication to a tenth of a step.
 
-    The global batch grows with the accumulation. Yield nothing if a step synchronises gradients
-    more than once, because each micro-batch would then add a synchronisation.
+    The global batch grows with the accumulation. Yield nothing beyond `_MOST_ACCUMULATION`, or if a
+    step synchronises more than once, because each micro-batch would then add a synchronisation.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
     each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command
@@ -142,7 +142,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
             "gradient_accumulation_steps": accumulation * times,
             "per_device_train_batch_size": row.micro_batch,
         }
-        why = f"one gradient synchronisation for {accumulation * times} micro-batches, not {accumulation}, brings "
+        why = f"one gradient synchronisation per {accumulation * times} micro-batches, not per {accumulation}, brings "
         why += f"communication to {waits / longer:.0%} of a step. This is a different training: the global "
         why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
         title, gain = f"{times} times the accumulation", times * step / longer
@@ -152,7 +152,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 def _faster_data(row: Timing, step: float, waits: float) -> Advice:
     workers, cores = row.workers or 0, row.cores
     if cores is not None and workers >= cores:
-        why = f"{workers} workers on {cores} cores do not keep up with the training"
+        why = f"loading does not keep up with the training (workers: {workers}, cores of the process: {cores})"
         return _shorter("preprocess", "preprocess the data before training", why, row, step, waits)
     more = min(max(2 * workers, 2), cores or 2 * workers or 2)
     # Workers that do not keep up are always busy: with n workers, each needs the time of n steps to

@@ -66,7 +66,7 @@ class Series:
     sizes: tuple[Size, ...]
     rows: tuple[Timing, ...]
     fixed: bool  # True if the work of a step or epoch is the same at every size
-    serial_fraction: float | None = None  # of Amdahl's law; None if the law does not describe the sizes
+    serial_fraction: float | None = None  # of Amdahl's law; None for fewer than three sizes, or if they break the law
 
     @property
     def title(self) -> str:
@@ -164,7 +164,7 @@ def _size(
     same: Training,
     count: str,
 ) -> Size:
-    """Return the size of `rows`; `base` are the rows of the series' smallest world."""
+    """Return the `Size` of `rows`; `base` are the rows of the series' smallest world."""
     world, typical = rows[0].num_processes, _typical(rows)
     typical = replace(typical, name=key[0], scaling=key[2], samples=typical.samples if count == "samples" else None)
     each, of_base = ([row.epoch_time / (getattr(row, count) if count else 1) for row in some] for some in (rows, base))

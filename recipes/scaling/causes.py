@@ -15,7 +15,7 @@ from statistics import median
 
 from recipes.scaling.timings import Timing, of_median, together
 
-# A cause is named if it takes at least this share of a step, because a smaller loss may be noise.
+# A cause is named only if it takes this share of a step or more: a smaller loss may be noise.
 WORTH_NAMING = 0.10
 HIDDEN = "hidden"  # three causes in one, for engines that run no step without communication
 CAUSES = {
@@ -55,7 +55,7 @@ class Cause:
 
     @property
     def clear(self) -> bool:
-        """True if the loss is larger than its uncertainty."""
+        """True if the lost time is longer than its uncertainty."""
         return self.seconds > self.uncertain
 
 
@@ -80,7 +80,7 @@ class Losses:
 def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Losses:
     """Return the losses of a step. `row` holds the medians of `repeats`.
 
-    A cause is left out if its reference was not measured.
+    Empty without a step time. A cause is left out if its value or its reference was not measured.
     """
     step = row.step_time
     if not step:
@@ -151,11 +151,11 @@ def _exchange_words(row: Timing) -> str:
 
 
 def sets_the_pace(cause: Cause, row: Timing) -> bool:
-    """True if the cause is data loading, and a step takes as long as loading does.
+    """True if waiting for data workers is a `large` loss: a step then takes as long as loading.
 
     Workers load while a process computes and communicates, so the process waits only if loading
     takes longer than both together. Faster computing or communicating would then only lengthen the
-    wait for data. Without workers the result is False, because loading adds to the other times.
+    wait for data. False without workers, because loading then adds to the other times.
     """
     return cause.key == "data" and bool(row.workers) and cause.large
 
@@ -203,7 +203,7 @@ class Training:
 
         At a fixed micro-batch the time grows with the number of passes. So this function
         interpolates between the two nearest batches that were measured, or scales down a single,
-        larger batch. None if neither is possible.
+        larger batch. None if neither is possible, or if micro-batches differ.
         """
         times = self._times_alone
         if not samples or samples in times or not times:
@@ -281,7 +281,7 @@ def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
 
 
 def _computing(row: Timing) -> float | None:
-    """Return a step's seconds without communication. A single process never communicates."""
+    """Return a step's seconds without communication (one process has none); None if unknown."""
     if row.no_sync_step:
         return row.no_sync_step
     if row.num_processes > 1 or row.forward is None or row.backward is None:
@@ -290,7 +290,7 @@ def _computing(row: Timing) -> float | None:
 
 
 def _share(row: Timing) -> float | None:
-    """Return the number of examples of an optimizer step that each process computes."""
+    """Return the examples of an optimizer step that each process computes; None if unknown."""
     return row.global_batch / row.num_processes if row.global_batch else None
 
 

@@ -35,7 +35,7 @@ def verdict(size: Size, series: Series) -> str:
         text = f"{speedup:.2f} times as fast as {series.sizes[0].num_processes}, {efficiency.median:.1%} efficiency: "
         text += f"{size.band} ({sure})."
     elif len(series.sizes) == 1:
-        text = "the only size, so there is no speedup: add a row with fewer or more processes."
+        text = "the only world size, so there is no speedup: add a row with fewer or more processes."
     return f"{plural(size.num_processes, 'process')}: {text}{_cause(size)}"
 
 
@@ -107,23 +107,23 @@ def _beside_one(size: Size) -> str:
 
 
 def law(series: Series) -> str:
-    """Name the best size if a larger size is slower; otherwise the serial fraction, or why there is
-    none. Return an empty text for weak scaling, because Amdahl's law does not describe it.
+    """Name the best world size if a larger one is slower. Otherwise give the serial fraction, or
+    the reason that there is none; for weak scaling, outside Amdahl's law, return an empty text.
     """
     sizes, serial, best = series.sizes, series.serial_fraction, series.best
     first, last = sizes[0].num_processes, sizes[-1].num_processes
     if any(size.slower_than for size in sizes):
         than = "" if best is sizes[0] else f", {best.speedup.median:.2f} times as fast as {first}"
-        return f"Of the measured sizes {best.num_processes} is the best{than}."
+        return f"Of the measured world sizes, {best.num_processes} is the best{than}."
     if series.scaling == "weak":
         return ""
     if len(sizes) < 3 or not series.fixed:
         return "No serial fraction: Amdahl's law needs three world sizes with the same work."
     if serial is None:
-        return "No serial fraction: the serial part of the time differs among these sizes, which breaks Amdahl's law."
+        return "No serial fraction: the serial part of the time varies with the world size, which breaks Amdahl's law."
     words = f"Serial fraction {serial:.1%} (Amdahl's law, {len(sizes)} world sizes)"
     if serial * _FAR * last < first:
-        return f"{words}: too small to derive a limit from sizes up to {last}."
+        return f"{words}: too small to derive a limit from world sizes up to {last}."
     return (
         f"{words}: that part of the time on {plural(first, 'process')} does not shrink, so no number of processes can "
         f"be more than {1 / serial:.3g} times as fast."

@@ -37,7 +37,7 @@ class Timing:
     samples: int | None = None  # examples of all processes in epoch_time
     accuracy: float | None = None
     recipe: str = ""
-    scaling: str = ""  # "strong": the same global batch at every size, "weak": the same batch per process
+    scaling: str = ""  # "strong": the same global batch at every world size, "weak": the same batch per process
 
     global_batch: int | None = None  # examples of an optimizer step
     micro_batch: int | None = None
@@ -47,8 +47,8 @@ class Timing:
     step_time: float | None = None  # of an optimizer step, like the times below
 
     # The parts of a step, in the order in which they happen. They add up to a step. Each is a mean
-    # over the processes, except `logging` and `saving`: those are times of the process that writes.
-    # The wait of other processes for the process that writes is not part of `other`.
+    # over the processes, except `communication`, `logging` and `saving`. The last two are times of
+    # the process that writes. The wait of other processes for that process is not part of `other`.
     data_wait: float | None = None
     forward: float | None = None
     backward: float | None = None  # without the wait for communication
@@ -110,7 +110,7 @@ _EXAMPLE = "give a .csv whose first line is num_processes,epoch_time,samples, or
 
 
 def name_of(run: Settings) -> str:
-    """Return the name for a run's rows: its `run_name`, else the last part of its model's name."""
+    """Return the name for a run's rows: `run_name`, the model's short name, or `demonstration`."""
     model = run["model_name_or_path"]
     return run["run_name"] or (str(model).rstrip("/").rpartition("/")[2] if model else "demonstration")
 
@@ -138,7 +138,9 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
 
 
 def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the non-empty rows of a file, each with its line number."""
+    """Return the non-empty rows of a file, each with its line number. Raises `UserError` if the
+    file cannot be read, or if a .csv lacks num_processes.
+    """
     number = 0
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -159,7 +161,7 @@ def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def parse_row(row: Mapping[str, Any], source: str) -> Timing:
-    """Parse a row of a file, and ignore unknown columns. Raises `UserError` for a wrong value."""
+    """Parse a row; ignore unknown columns. Raises `UserError` for a wrong or missing value."""
     known = {*COLUMNS, *_RATES}
     values = {
         name: _value(name, value, source) for name, value in row.items() if name in known and value not in (None, "")
@@ -223,10 +225,8 @@ def require_room(file: str | Path) -> None:
 
 # --- The uncertainty that repeats show -----------------------------------------------------------
 
-# The median of |x - y| of two normal values, in standard deviations.
-_PAIR = 0.954
-# The standard error of the median of n normal values: _MEDIAN * standard deviation / sqrt(n).
-_MEDIAN = 1.253
+_PAIR = 0.954  # the median of |x - y| of two normal values, in standard deviations
+_MEDIAN = 1.253  # the standard error of the median of n normal values: _MEDIAN * standard deviation / sqrt(n)
 _SURE = 2  # standard errors: about 19 of 20 medians are off by less
 _MOST = 50  # at most this many values are compared in pairs
 

@@ -124,7 +124,7 @@ def test_the_text_report_says_verdict_cause_serial_fraction_numbers_and_advice(f
     assert "hardware: 4 imagined GPUs" in text and "written by: recipes scale report 'my timings.csv'" in text
     assert re.search(r"4 +3 25\.20 \[24\.95, 25\.83\] +127\.0 +0\.70 +17\.6% negative scaling communication", text)
     gain = "1.94 times the throughput (predicted): 2 processes are 1.94 times as fast"
-    assert f"Advice at 4: train on 2, not 4: {gain}" in text and "--num_processes 2" in text
+    assert f"Advice for 4 processes: train on 2, not 4: {gain}" in text and "--num_processes 2" in text
 
 
 def test_advice_comes_with_the_scale_run_command_that_tries_it():
@@ -205,7 +205,7 @@ def test_scale_report_without_matplotlib_replaces_an_earlier_report_by_one_witho
     runs = [("before: log less", 100.0, None), ("log less", 80.0, 1.3)] * 2
     rows = [Timing(2, time, samples=100, applied=applied, predicted=gain) for applied, time, gain in runs]
     assert [path.name for path in report([*ROWS, *rows], tmp_path)] == TABLES
-    said = "At 2: log less: predicted 1.30 times the throughput, measured 1.25: within 5%."
+    said = "2 processes: log less: predicted 1.30 times the throughput, measured 1.25: within 5%."
     assert said in (tmp_path / "performance_report.txt").read_text()
     assert "pip install matplotlib" in (tmp_path / "report.html").read_text()
     report([Timing(1, 10, name="another")], tmp_path)

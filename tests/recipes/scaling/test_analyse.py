@@ -50,7 +50,7 @@ def test_a_slowdown_with_more_processes_is_called_negative_scaling():
     assert [size.band for size in found.sizes] == ["", "poor", "negative scaling"]
     assert [size.band for size in of_rates({1: 100, 2: 180, 4: 180}).sizes] == ["", "excellent", "poor"]
     assert "2.61 times as fast as 1, 32.6% efficiency: negative scaling (one timing)" in words
-    assert "Of the measured sizes 4 is the best, 2.71 times as fast as 1" in sentences.law(found)
+    assert "Of the measured world sizes, 4 is the best, 2.71 times as fast as 1" in sentences.law(found)
 
 
 def test_a_slowdown_within_the_spread_of_repeats_is_not_negative_scaling_and_gets_no_advice():
@@ -72,9 +72,9 @@ def test_a_published_speedup_alone_gets_an_efficiency_band_but_no_cause_of_lost_
     ("rates", "says"),
     [
         ({1: 100, 2: 166}, "needs three world sizes with the same work."),
-        ({1: 100, 2: 150, 4: 380, 8: 790}, "differs among these sizes, which breaks Amdahl's law."),
+        ({1: 100, 2: 150, 4: 380, 8: 790}, "varies with the world size, which breaks Amdahl's law."),
         ({w: 100 / (0.05 + 0.95 / w) for w in (1, 2, 4, 8)}, "can be more than 20 times as fast."),
-        ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small to derive a limit from sizes up to 4."),
+        ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small to derive a limit from world sizes up to 4."),
     ],
 )
 def test_amdahls_law_gives_the_greatest_speedup_or_the_reason_why_none_is_known(rates, says):

@@ -122,7 +122,8 @@ def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | 
         first, last = file.read_text().split() if file.exists() else (32768, 60999)
         what = f"{len(silent)} of {len(ports)} ports of {address}, from {silent[0]} to {silent[-1]}, do not answer "
         what += f"within {_SECONDS:.0f} s: they are filtered"
-        return what, f"open TCP ports {first} to {last} in the firewall (iptables -I INPUT -i {device} -j ACCEPT)"
+        rule = f"iptables -I INPUT -p tcp --dport {first}:{last} -j ACCEPT"
+        return what, f"open TCP ports {first} to {last} in the firewall of {address} ({rule})"
     if _answers(address, ports[0], bytes(_LARGE)) or _answers(address, ports[0], bytes(_LARGE)):  # retry if busy
         return None
     fix = f"`ip link set dev {device} mtu 1400`, or repair the tunnel or VLAN that drops large packets"

@@ -133,6 +133,7 @@ def _require_known(rest: list[str], parser: Parser, command: Command) -> None:
         fix = f"--{similar[0]}" if similar and similar[0] in parser.flags else ""
         if fix or not command.train_flags:
             other = "write train.py's flags after --" if is_submit else f"see `{parser.prog} --help`"
+            other = f"put the prompt in quotes, or {other}" if parser.prog.endswith("generate") else other
             raise mistake(flag, f"is not an argument of `{parser.prog}`", fix or other)
 
 

@@ -68,7 +68,8 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print_note(f"the recorded run was resumed {resumed}, so an uninterrupted rerun is not equal bit for bit", out)
         refusals.append(f"the recorded run was resumed {resumed}")
     if options.exact and refusals:
-        fix = "undo what is listed above, or leave out --exact if the rerun need not be equal bit for bit"
+        undo = "undo the differences that are listed above, or " if rows else ""
+        fix = f"{undo}leave out --exact if the rerun need not be equal bit for bit"
         raise UserError(*run.problems, *(Problem("exact", what, fix) for what in refusals))
     here_too = {"accelerate_config": yaml, "processes_per_node": processes, "dry_run": options.dry_run}
     return submit(Local(), words, recipe=recipe, **here_too)

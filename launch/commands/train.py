@@ -33,9 +33,9 @@ _YAML = "--accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's
 _HERE = "--num_processes N  processes on this machine [num_processes of your own Accelerate YAML, or one per GPU]\n"
 _SUBMIT = f"""
 {_RECIPE}{_YAML}--nodes N      number of nodes [1]
---processes_per_node N  processes on each node [one per GPU]
+--processes_per_node N  processes on each node [one per GPU; for azureml 1]
 --dry_run      print the job instead of sending it
---output FILE  with --dry_run: write the job to FILE, and its code beside FILE
+--output FILE  with --dry_run: write the job to FILE, and for azureml its code beside FILE
 --preflight    run `recipes doctor` on every node first; a failed check ends the job
 """
 _SHOW = "--show N  print N examples, decoded, with the learned tokens between « and »"

@@ -49,16 +49,17 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
     has = new_names(columns, part).values()
     said = f"{part.name or 'the data'} has {', '.join(has)}"
     if run["task"] == "sequence_classification":
-        fields, or_else = ["dataset_text_field", "dataset_label_field"], ""
+        fields, instead = ["dataset_text_field", "dataset_label_field"], ""
     else:
         found = formats(run, has)
         fields = [] if found else ["dataset_text_field"]
-        or_else = f", or rename columns with --dataset_columns OLD=NEW to get {_FORMATS}"
+        new = " ".join(map("=".join, zip(columns, COMPLETIONS if len(columns) > 1 else CHATS[0], strict=False)))
+        instead = f"give columns the names of a format, as in --dataset_columns {new} ({_FORMATS}); or "
         for flag, needed in LEARNED_ONLY.items():
             if run[flag] and found == [(run["dataset_text_field"],)]:
                 return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or leave the flag out")]
     return [
-        Problem(field, f"there is no column {run[field]!r}; {said}", f"set --{field} to one of these columns{or_else}")
+        Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to one of these columns")
         for field in fields
         if run[field] not in has
     ]

@@ -134,12 +134,15 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
 
 @dataclass
 class Labelled(Cut):
-    """Rows that hold the tokens of one text and its label, as `target` encodes the label."""
+    """Rows of a text's tokens and its label, as `target` encodes it; they hold `labels` labels."""
 
     target: Target
+    labels: int
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {self.target}"
+        few = self.target.problem_type == SINGLE and self.labels < len(self.target.names)
+        classes = f"only {self.labels} of the {self.target} (are the rows sorted? shuffle them)" if few else self.target
+        return f"{super().__str__()}, {classes}"
 
     def __getitems__(self, numbers: list[int]) -> list[Example]:
         rows = self.examples[numbers]
@@ -151,17 +154,16 @@ def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelle
     """Return the examples whose text is not empty. Raises `UserError` if all texts are empty, if a
     row has no usable label, or for evaluation labels that the training data lacks.
     """
-    unknown = []
-    for label in _labels(rows, run["dataset_label_field"], flag):
+    unknown, labels = [], _labels(rows, run["dataset_label_field"], flag)
+    for label in labels:
         try:
             target.encode(label)
         except (LookupError, TypeError, ValueError):
             unknown.append(label)
     if unknown:
-        what = f"has labels unlike the training labels: {', '.join(map(repr, unknown[:5]))}"
         fix = "use only labels that the training data has; if the rows are sorted by label, shuffle them first"
-        raise mistake(flag, what, fix)
+        raise mistake(flag, f"has labels unlike the training labels: {', '.join(map(repr, unknown[:5]))}", fix)
     examples = rows.select(np.flatnonzero(lengths_of(rows)))
     if not len(examples):
         raise mistake(flag, f"all texts in the column {run['dataset_text_field']!r} are empty", "add texts")
-    return Labelled(examples, run["max_length"], target)
+    return Labelled(examples, run["max_length"], target, len(labels))

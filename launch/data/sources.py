@@ -22,7 +22,7 @@ from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import Json, Settings
 from recipes.run.files import files_in
 
-_WHOLE = "use complete files in UTF-8 whose rows all have the columns and types of the first row"
+_WHOLE = "use complete, well-formed files in UTF-8 whose rows all have the columns and types of the first row"
 _ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; a path starts at the current folder"
 
 
@@ -56,12 +56,12 @@ def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, fl
 def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
     """Return the rows of a split such as `train[:10]+test`. Raises `UserError` if it has none."""
     parts = _parts({name: len(split) for name, split in splits.items()}, flag, wanted)
-    rows = datasets.concatenate_datasets(
-        [splits[part.splitname].select(range(part.from_, part.to) or []) for part in parts]
-    )
+    pieces = [splits[part.splitname].select(range(part.from_, part.to) or []) for part in parts]
+    rows = datasets.concatenate_datasets(pieces)
     if not len(rows):
         listed = ", ".join(f"{name} ({len(split):,} rows)" for name, split in splits.items())
-        raise mistake(flag, f"the split {wanted!r} is empty", f"name another split: {listed}")
+        percent = "" if "%" in wanted or "[" not in wanted else "; % makes a number a percentage: train[80%:]"
+        raise mistake(flag, f"the split {wanted!r} is empty", f"name another split: {listed}{percent}")
     return rows
 
 
@@ -201,8 +201,7 @@ def _reading(name: str) -> Iterator[None]:
 
 def unreadable(name: str, error: Exception) -> UserError:
     """Return the error for data whose reader raised `error`. The `datasets` log names the file."""
-    fix = _WHOLE if paths_of(name) else _ON_HUB
-    return mistake("dataset_name", f"{name} cannot be read: {_cause(error)}", fix)
+    return mistake("dataset_name", f"{name} cannot be read: {_cause(error)}", _WHOLE if paths_of(name) else _ON_HUB)
 
 
 def _cause(error: BaseException) -> str:

@@ -69,8 +69,7 @@ class Stream(torch.utils.data.IterableDataset):
     @property
     def longest(self) -> Example:
         """The longest example that the stream may hold, which takes the most memory."""
-        filled = [0] * self.run["max_length"]
-        return self._in_rows(token_table([(filled, filled)]))[0]
+        return self._in_rows(token_table([([0] * self.run["max_length"],) * 2]))[0]
 
     @property
     def shards(self) -> list[int]:
@@ -139,7 +138,8 @@ class Stream(torch.utils.data.IterableDataset):
                     rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
                 learns = bool(before or used)  # assumed if an earlier start began this round
                 for table, after in replace(encode.source, rows=rows).tables(size * fellows, before):
-                    tokens = encode(table.take(np.arange(fellow, len(table), fellows)))
+                    begin = fellow if before or fellow < len(table) else fellow % len(table)  # fewer rows than readers
+                    tokens = encode(table.take(np.arange(begin, len(table), fellows)))
                     tokens = tokens.filter(teaches(encode.run, tokens["first_learned"].to_numpy()))[used:]
                     if len(tokens):
                         yield {"round": turn, "rows": before, "used": used}, tokens

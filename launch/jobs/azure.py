@@ -110,7 +110,7 @@ class Azure(Target):
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
             raise mistake("data", "names the job's data set, and so does --dataset_name", "give only one of them")
         if job.run.explicit("output_dir"):
-            raise mistake("output_dir", "is deleted with the job", "use --output_uri with a datastore's path")
+            raise mistake("output_dir", "is deleted with the job", "leave it out; --output_uri names another path")
         if not self.compute and not self.instance_type:
             raise mistake("compute", "is not given", "use --compute NAME for a cluster, or --instance_type")
         if self.spot and self.compute:  # a cluster has its own tier: Azure would ignore --spot, and charge for the tier

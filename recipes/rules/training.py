@@ -171,7 +171,7 @@ def best_metric_is_reported(run):
         known += dict.fromkeys(metric for kind in kinds for metric in METRICS[kind])
     speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
     if wanted.removeprefix("eval_") not in (*known, *speeds):
-        fix = nearest(wanted, known) or " or ".join(known)
+        fix = nearest(wanted, known) or " or ".join([name for name in known if wanted in name] or known)
         yield Problem("metric_for_best_model", f"{wanted} is not reported by the evaluation", fix)
 
 

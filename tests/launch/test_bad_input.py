@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.support.rows import jsonl
-from tests.support.running import ROOT, SCRIPT, launch, launch_quickly, run
+from tests.support.running import ROOT, SCRIPT, launch, run
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,6 @@ def test_a_mistake_in_flags_or_data_columns_is_found_before_torch_is_imported(fl
 def test_two_ranks_report_an_unknown_recipe_once(tiny_model, tmp_path):
     outcome = launch("--recipe", "fats", output=tmp_path, processes=2, config="standard.yaml")
     assert outcome.output.count("there is no recipe") == 1, outcome.output
-
-
-def test_two_ranks_report_a_missing_data_column_once(tiny_model, tmp_path):
-    flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", jsonl(tmp_path, [{"words": "x"}])]
-    outcome = launch_quickly(*flags, output=tmp_path / "out")
-    assert outcome.output.count("data.jsonl has words") == 1
 
 
 def test_processes_of_srun_without_accelerate_launch_or_torchrun_are_refused(tmp_path):

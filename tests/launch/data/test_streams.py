@@ -51,6 +51,12 @@ def test_one_epoch_of_a_stream_has_each_row_once_over_any_number_of_ranks(reader
     assert sorted(seen) == sorted(f"{number}.{row}" for number in range(4) for row in range(30 + number))
 
 
+def test_each_reader_of_a_stream_with_fewer_rows_than_readers_gets_a_row(tmp_path, tokenizer):
+    few = stream(jsonl(tmp_path, texts("a", "b", "c")), tokenizer)
+    found = [rows_of(first(replace(few, rank=rank, ranks=5), 2), tokenizer)[1] for rank in range(5)]
+    assert set(found) <= {"a", "b", "c"}
+
+
 def test_each_epoch_and_each_seed_of_a_stream_has_another_order(folder, tokenizer):
     one = rows_of(first(stream(folder, tokenizer), 252), tokenizer)
     other = rows_of(first(stream(folder, tokenizer, seed=1), 126), tokenizer)

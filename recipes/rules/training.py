@@ -45,8 +45,7 @@ def nested_settings_are_known(run):
         name = section if section in names else "accelerator_config"
         known = legal.names(section) if setting_is_read(run, name) else ()
         for key in sorted({str(key).removeprefix("fsdp_") for key in content} - {*known}) if known else ():
-            fix = nearest(key, known) or "use one of " + ", ".join(sorted(known))
-            yield Problem(name, f"has no key {key!r}", fix)
+            yield Problem(name, f"has no key {key!r}", nearest(key, known) or "use one of " + ", ".join(sorted(known)))
 
 
 @rule

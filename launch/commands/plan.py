@@ -159,7 +159,7 @@ def _print_time(plan: Plan, processes: int, timed: bool) -> None:
         link = f"at {plan.bandwidth / 1e9:g} GB/s, {plan.link}" if plan.bandwidth is not None else link
         parts.append(f"exposed communication ({link})")
     if any(entry.time.host for entry in plan.recipes):
-        parts.append("offload, a lower bound (PCIe from data sheets, Adam as DeepSpeed's author published)")
+        parts.append("offload, a lower bound (transfers at PCIe's data-sheet rate, Adam at its published speed)")
     print(" + ".join(parts) + "; data, evaluation and saves are left out")
 
 

@@ -63,7 +63,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     is_list = isinstance(feature, List)
     if wanted and is_list != (wanted == MULTI):
         holds = "lists" if is_list else "one label a row"
-        fix = "leave problem_type out" if is_list else "write lists, in .jsonl or .parquet; or leave problem_type out"
+        fix = "leave problem_type out" if is_list else "write lists of labels in .jsonl or .parquet, or no problem_type"
         raise mistake("problem_type", f"is {wanted}, but the column {name!r} holds {holds}", fix)
     if wanted == REGRESSION or (wanted is None and any(isinstance(label, float | Decimal) for label in labels)):
         if not all(isinstance(label, _NUMBERS) for label in labels):

@@ -40,7 +40,7 @@ SHARDS = 1024  # for rows on the disk: enough for nearly equal shares, whatever 
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """An endless stream of examples. Each example carries the place where the stream continues:
+    """An endless stream of examples, in windows of WINDOW. Each example carries the place after it:
     `window` is the window's number, `taken` counts its examples yielded so far, and `parts` holds
     the window's start in each part: the epoch (`round`), the state of `datasets` (`rows`), and the
     number of examples to skip after that state (`used`).

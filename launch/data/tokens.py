@@ -1,11 +1,11 @@
 """Tokenize data once, on every core, before any process group is joined. Every rank then maps the
 tokens from the disk into memory.
 
-A folder in the cache of `datasets` holds the tokens of one version of the data and one tokenizer,
-in files of about 50 MB. index.json records where in the data the last file ends: a start after a
-kill resumes there, and so does a start that needs more rows. Tokens do not depend on packing.
-Only a classifier's tokens depend on max_length, because the tokenizer truncates. `Dataset.map`
-would copy the raw data, start anew after a kill, and make the other ranks wait in a barrier.
+A folder in the cache of `datasets` holds the tokens of one version of the data, one tokenizer, and
+the settings that decide them, in files of about 50 MB. index.json records where in the data the
+last file ends: a start after a kill resumes there, and so does a start that needs more rows. Tokens
+do not depend on packing. Only a classifier's tokens depend on max_length, because the tokenizer
+truncates. `Dataset.map` would copy the raw data, start anew after a kill, and make ranks wait.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """`--fit`: find the largest micro-batch that really runs here, at the same global batch.
 
-For each candidate micro-batch, every rank starts a process, the probe, which takes two steps of the
-real run with the longest example. The rank itself holds nothing on the GPU. A micro-batch fits if
-it runs on all ranks. The ranks share results through a store, because a process group would need
-GPU memory (NCCL) or a network interface that gloo finds.
+For each candidate micro-batch, every rank starts a process, the probe, which takes two steps of at
+most two micro-batches of the longest example. The rank itself holds nothing on the GPU. A
+micro-batch fits if it runs on all ranks. The ranks share results through a store, because a process
+group would need GPU memory (NCCL) or a network interface that gloo finds.
 """
 
 import os

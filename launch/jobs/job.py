@@ -239,7 +239,7 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float 
 
 
 def last_line(log: str) -> str:
-    """Return a log's last line, if possible about a step; a URL as it is; empty without a log."""
+    """Return the last line about a step, else the last; a URL unchanged; empty without a log."""
     if not Path(log).is_file():
         return log if "://" in log else ""
     lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]

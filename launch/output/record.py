@@ -88,7 +88,7 @@ FIELDS = {
     "paths": "setting -> absolute path of the file or folder that the setting named",
     "folder": "the folder where the run was started, to which relative paths refer",
     "environment": "environment variables that can change what the run computes, as the user had set them",
-    "run": "the run's id (also in its checkpoints) and, if the user named one, the checkpoint that it began from",
+    "run": "the run's id (also in its checkpoints), and the checkpoint it began from, if the user named it",
     "data": "a hash of the local or demonstration data, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
     "classes": "names of a classifier's outputs, in the model's order",

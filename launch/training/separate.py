@@ -50,7 +50,7 @@ def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunS
 
 
 def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
-    """True if a narrow model of the same configuration mixes examples. None if no narrow model can
+    """True if, in a narrow copy of the model, packed examples see each other. None if no copy can
     be tested, for example because the model's code comes with its weights.
     """
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)

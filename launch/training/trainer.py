@@ -276,7 +276,7 @@ class RecipeTrainer(CommittingTrainer):
         self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as Trainer does, but save the final model whole. Checkpoints stay in shards."""
+        """Save as Trainer does, but the final model whole, even if checkpoints are in shards."""
         if _internal_call and output_dir is not None and self._places is not None:
             self._places.save(Path(output_dir), self.args.process_index)
         if self.deepspeed is not None and not _internal_call:

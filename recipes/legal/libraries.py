@@ -48,7 +48,7 @@ def _plain(value: object) -> object:
 
 
 def trainer() -> Json:
-    """Return the fields of TrainingArguments, and the legal names inside some of its settings."""
+    """Return TrainingArguments' fields, and the legal keys or values of some settings."""
     from torch.utils.checkpoint import checkpoint
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK

@@ -79,7 +79,7 @@ class Operations(TorchFunctionMode):
             return torch.ops.aten._scaled_dot_product_attention_math(*kept, enable_gqa=enable_gqa)[0]
 
     def _softmax(self, softmax: Callable, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
-        """Allocate as any form of softmax(scores, dim, dtype). `dim` does not change the memory."""
+        """Allocate what softmax allocates, called in any form. `dim` does not change the memory."""
         if scores.dim() > 2 and scores.requires_grad:
             self.kernels.add(EAGER)
         if is_divided():
@@ -363,7 +363,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Product4bit(torch.autograd.Function):
-    """Multiply by a 4-bit matrix and unpack it at each use, as bitsandbytes' MatMul4Bit does."""
+    """Allocate as bitsandbytes' MatMul4Bit for many tokens: it unpacks the matrix at each use."""
 
     @staticmethod
     def forward(ctx, rows, weight, bias):

@@ -312,10 +312,10 @@ def _fine_tunes(run: RunSpec) -> bool:
 
 
 def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
-    """The lowest and highest usual learning rate of AdamW, and the papers that used such rates."""
+    """The bounds outside which AdamW's learning rate gets advice; and rates inside, from papers."""
     if run["use_peft"]:
-        return 1e-4, 1e-3, "LoRA: Hu et al. 2021 use 2e-4 to 5e-4, Dettmers et al. 2023 1e-4 to 2e-4"
-    return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 use 2e-5 to 5e-5, Touvron et al. 2023 2e-5"
+        return 1e-4, 1e-3, "LoRA: Hu et al. 2021 use 2e-4 to 5e-4, Dettmers et al. 2023 use 1e-4 to 2e-4"
+    return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 use 2e-5 to 5e-5, Touvron et al. 2023 use 2e-5"
 
 
 _ADVICE = (
@@ -414,7 +414,7 @@ _OF_TRAIN_PY = (
     error_row("evaluating_needs_data", "eval_on_start",
               lambda run: run["eval_on_start"] and run["eval_strategy"] == "no",
               "has no data to evaluate on without eval_strategy", "--eval_strategy steps",
-              "Training ends as it begins: `ValueError: Trainer: evaluation requires an eval_dataset.`"),
+              "Training fails at its start: `ValueError: Trainer: evaluation requires an eval_dataset.`"),
     error_row("accuracy_is_computed_at_the_end", "batch_eval_metrics",
               lambda run: run["task"] == "sequence_classification" and run["batch_eval_metrics"],
               "cannot be combined with the metrics of train.py", "leave it out",

@@ -113,7 +113,7 @@ _KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": 
 
 
 def from_yaml(path: str | Path) -> Engine:
-    """Read the engine of an Accelerate YAML. Rules and the probe report illegal values later.
+    """Read the engine of an Accelerate YAML. Illegal values are kept: later checks report them.
 
     Raises `UserError` if the file cannot be read, is not a YAML mapping, or is empty.
     """

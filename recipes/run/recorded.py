@@ -2,8 +2,8 @@
 
 The values that the user wrote are given again, and the other values are derived from them. If a
 derived value would now differ (another library version, a limit of the model, a micro-batch that
-`--fit` found), the recorded value is given too. The exception is a value that the machine decided,
-if this is another machine.
+`--fit` found), the recorded value is given too. Exceptions: secrets, settings for one start, paths,
+values that are illegal here, and values that another machine decided.
 """
 
 import json

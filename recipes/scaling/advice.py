@@ -78,7 +78,7 @@ def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
             title, times = f"save and evaluate {_SAVE_LESS} times less often", _SAVE_LESS
         names = ("logging_steps",) if cause.key == "logging" else ("save_steps", "eval_steps")
         flags = {name: steps * times for name in names if (steps := getattr(row, name))}
-        why = f"the cost falls to 1/{times} of {milliseconds(lost)} per step"
+        why = f"the cost of {milliseconds(lost)} per step falls to 1/{times}"
         yield _shorter(cause.key, title, why, row, step, lost * (1 - 1 / times), flags)
 
 
@@ -106,8 +106,8 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 
 def _volume_bound(row: Timing, waits: float) -> bool:
-    """True if sending a step's bytes takes longer than twice the latency of the step's collectives,
-    and longer than a quarter of the wait. Ranks that compete for cores may cause a longer wait.
+    """True if sending a step's bytes takes longer than twice the latency of its collectives, and
+    longer than a quarter of the wait (ranks that compete for cores can cause the rest).
 
     The bandwidth alone is not enough: for small messages it includes latency. False if unknown.
     """

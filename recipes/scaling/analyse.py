@@ -201,8 +201,8 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def _typical(rows: Sequence[Timing]) -> Timing:
-    """Return one row: the median of each column of numbers (the lower one for integers), and the
-    first text of each other column. Columns in OF_ONE_PROCESS stay unknown if the rows differ.
+    """Return a typical row: the median of each numeric column (the lower one for integers), and
+    the first text of each other column. A rank, host or device is left out if the rows differ.
     """
     found: dict[str, Any] = {}
     for name in COLUMNS:

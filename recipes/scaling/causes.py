@@ -105,7 +105,7 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """Return "noise" if noise may hide the largest cause, "" if a cause is named, else `reason`."""
+    """Return why no cause is named: "noise" if noise may hide it, else `reason`; "" if one is."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "noise"
@@ -281,7 +281,7 @@ def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
 
 
 def _computing(row: Timing) -> float | None:
-    """Return a step's seconds without communication (one process has none); None if unknown."""
+    """Return a step's seconds without communication (of one process: all); None if unknown."""
     if row.no_sync_step:
         return row.no_sync_step
     if row.num_processes > 1 or row.forward is None or row.backward is None:

@@ -1,4 +1,4 @@
-"""The findings in words: how well a size scales, where it loses time, and what is unknown."""
+"""The findings in words: how well a world size scales, where it loses time, and what is unknown."""
 
 from math import ceil
 

@@ -82,9 +82,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in ("autocast", "checkpointing") else slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "checkpointing" else slow) for c in CASES])
 @pytest.mark.parametrize("name", DEEP)
 def test_a_trace_of_few_layers_and_examples_extrapolates_to_more_layers_and_examples(name, case):
     shallow = trace_shallow(DEEP[name], weigh(DEEP[name], "causal_lm"), Case(1, 64, copies=11, **CASES[case]))
@@ -164,7 +162,7 @@ def test_only_models_that_loop_over_a_sequence_are_traced_with_shorter_sequences
     assert bool(short_lengths(FAMILIES[name], Case(2, 1024))) == (name in LOOPS)
 
 
-@pytest.mark.parametrize("case", [{}, {"checkpointing": True}, {"evaluation": True}], ids=str)
+@pytest.mark.parametrize("case", [pytest.param({}, marks=slow), {"checkpointing": True}, {"evaluation": True}], ids=str)
 @pytest.mark.parametrize("name", LOOPS)
 def test_traces_of_short_sequences_give_the_peak_of_a_long_one_in_models_that_loop_over_it(name, case):
     wide = deeper(FAMILIES[name], 2, hidden_size=512, intermediate_size=1024)

@@ -53,8 +53,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
     else:
         found = formats(run, has)
         fields = [] if found else ["dataset_text_field"]
-        new = " ".join(map("=".join, zip(columns, COMPLETIONS if len(columns) > 1 else CHATS[0], strict=False)))
-        instead = f"give columns the names of a format, as in --dataset_columns {new} ({_FORMATS}); or "
+        instead = f"rename columns, as in --dataset_columns question=prompt answer=completion, to get {_FORMATS}; or "
         for flag, needed in LEARNED_ONLY.items():
             if run[flag] and found == [(run["dataset_text_field"],)]:
                 return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or leave the flag out")]

@@ -399,8 +399,8 @@ _OF_TRAIN_PY = (
     advice_row("learning_rates_are_usual", "learning_rate",
                lambda run: _fine_tunes(run) and run["optim"].startswith("adamw")
                and not _usual_rates(run)[0] <= run["learning_rate"] <= _usual_rates(run)[1],
-               lambda run: "{:g} is {} the usual for {}".format(
-                   run["learning_rate"], "below" if run["learning_rate"] < 1e-4 else "above", _usual_rates(run)[2]),
+               lambda run: "{:g} is {} the usual for {}".format(run["learning_rate"],
+                   "below" if run["learning_rate"] < _usual_rates(run)[0] else "above", _usual_rates(run)[2]),
                lambda run: f"--learning_rate {'2e-4' if run['use_peft'] else '2e-5'}, to begin with",
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out

@@ -16,10 +16,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # DeepSpeed's compiled parts belong to one environment: two would overwrite each other's.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-if worker and not on_gpu and hasattr(os, "sched_setaffinity"):  # a core each: tiny models' threads only wait
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+if os.environ.get("PYTEST_XDIST_WORKER") and not on_gpu:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model's threads would only wait for each other
 
 
 def pytest_collection_modifyitems(items):

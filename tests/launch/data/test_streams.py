@@ -133,7 +133,7 @@ def mixture(parts, tokenizer, **chosen) -> Stream:
 def test_the_datasets_of_a_streamed_mixture_appear_in_proportion_to_their_weights(ranks, parts, tokenizer):
     found, part_of = [], {"A": 2, "B": 1, "<": 3}
     for rank in range(ranks):
-        own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 7_000 // ranks)
+        own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 3_500 // ranks)
         found += [part_of.get(text[0], 0) for text in rows_of(own, tokenizer)]
     shares = np.bincount(found) / len(found)
     assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.01
@@ -143,7 +143,7 @@ def test_the_datasets_of_a_streamed_mixture_appear_in_proportion_to_their_weight
 @pytest.mark.parametrize(("reader", "readers"), [(0, 1), (5, 6)])
 def test_a_streamed_mixture_resumes_exactly_after_any_example(settings, reader, readers, parts, tokenizer):
     whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
-    stops = (1, 40, 60, 80, 110) if settings else (1, 7, 300, 999, 1_000, 1_001, 1_400)  # in two windows
+    stops = (1, 60, 110) if settings else (7, 1_000, 1_001)  # in two windows
     examples = first(whole, stops[-1] + 5)
     for stop in stops:
         goes_on = replace(whole, places={"0": json.loads(json.dumps(examples[stop - 1][PLACE]))})

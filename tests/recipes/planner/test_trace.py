@@ -154,7 +154,7 @@ def test_traced_peak_memory_is_close_to_that_of_a_real_micro_batch(name, autocas
     assert 0.98 * real < planned < 1.2 * real  # autocast on a GPU keeps more in fp32 than on a CPU
 
 
-LOOPS = {"mamba": 100, "jamba": 100, "qwen3_next": 384}
+LOOPS = {"mamba": 60, "jamba": 60, "qwen3_next": 384}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1160,
     "launch": 530,
     "launch/commands": 1260,
-    "launch/data": 1880,
+    "launch/data": 1875,
     "launch/doctor": 1290,
     "launch/explain": 400,
     "launch/fit": 260,

@@ -123,7 +123,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     nothing = Data((), None, list, "")  # type: ignore[arg-type]
     model = _model(run, folder, tokenizer, nothing).eval()
     model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
-    if tokenizer.chat_template and run["dataset_name"]:  # the demonstration has learned no chats
+    if tokenizer.chat_template:
         chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:

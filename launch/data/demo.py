@@ -13,18 +13,6 @@ HELD_OUT_EVERY = 20
 
 END_OF_TEXT, PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|padding|>", "<|im_start|>", "<|im_end|>"
 
-# The assistant's messages are marked, so that `assistant_only_loss` finds them reliably.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
-    "{{ '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 def demo_corpus() -> list[str]:
     """Return single-file modules of the standard library, in the same order on every rank."""
@@ -58,7 +46,6 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=END_OF_TEXT,
         pad_token=PADDING,
         extra_special_tokens=[TURN_START, TURN_END],
-        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,  # "a ." stays "a ."
         model_max_length=1024,
     )

@@ -129,11 +129,13 @@ def _rows(
 
 def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
     """Yield the first examples as text, learned tokens between « and », or as `text -> label`.
-    Packed examples are yielded one by one; for a stream, nothing is yielded.
+    Packed examples are yielded one by one.
     """
-    if isinstance(data.train, Stream):
-        return
-    rows = data.train if isinstance(data.train, Cut) else Cut(data.train.examples, data.train.length)
+    rows = data.train
+    if isinstance(rows, Stream):
+        rows = Cut(rows.beginning(), rows.run["max_length"])
+    elif not isinstance(rows, Cut):
+        rows = Cut(rows.examples, rows.length)
     for number in range(min(count, len(rows))):
         ids, labels = rows[number]["input_ids"], rows[number]["labels"]
         if isinstance(rows, Labelled):

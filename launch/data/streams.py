@@ -71,6 +71,11 @@ class Stream(torch.utils.data.IterableDataset):
         """The longest example that the stream may hold, which takes the most memory."""
         return self._in_rows(token_table([([0] * self.run["max_length"],) * 2]))[0]
 
+    def beginning(self) -> Dataset:
+        """Return the examples with which a single reader's first epoch of the first part begins."""
+        _, tokens = next(self._pieces(0, 0, 1, {"round": 0, "rows": None, "used": 0}))
+        return Dataset(tokens, fingerprint="a window")
+
     @property
     def shards(self) -> list[int]:
         return [encode.source.rows.num_shards for encode in self.parts]

@@ -40,8 +40,8 @@ IDENTITY = (
     "dataset_columns dataset_text_field dataset_label_field max_length packing packing_strategy "
     "assistant_only_loss completion_only_loss"
 ).split()
-# Trainer's resume silently keeps the old value of these settings from the checkpoint's state. A new value that the
-# user writes is therefore refused (resume.py).
+# Trainer's resume silently keeps the old value of these settings from the checkpoint's state, so
+# resume.py refuses a new value that the user writes.
 KEPT_BY_RESUME = (
     "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 ).split()

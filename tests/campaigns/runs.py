@@ -240,10 +240,10 @@ def _write_models(folder: Path) -> None:
     import transformers
     from transformers.utils import logging
 
-    from launch.data.demo import demo_tokenizer
+    from tests.support.models import chat_tokenizer
 
     logging.disable_progress_bar()
-    tokenizer = demo_tokenizer()
+    tokenizer = chat_tokenizer()
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     for name, (model, kind, sizes) in _MODELS.items():
         torch.manual_seed(0)

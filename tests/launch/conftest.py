@@ -4,13 +4,12 @@ import datasets
 import pytest
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from launch.data.demo import demo_tokenizer
-from tests.support.models import SMALL, save
+from tests.support.models import SMALL, chat_tokenizer, save
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return demo_tokenizer()
+    return chat_tokenizer()
 
 
 @pytest.fixture

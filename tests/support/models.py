@@ -19,15 +19,22 @@ LANGUAGE = Data(None, None, None, "texts", None)
 CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"], problem_type="single_label_classification")
 
 
+def chat_tokenizer():
+    """The demonstration's bytes, and a template that marks the assistant's messages."""
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = Path(__file__).with_name("chat_template.jinja").read_text()
+    return tokenizer
+
+
 def save(model, folder) -> str:
     model.save_pretrained(folder)
-    demo_tokenizer().save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
 def write_llama(folder: Path, **sizes) -> Path:
     """A Llama of these sizes, and the byte-level tokenizer."""
-    tokenizer = demo_tokenizer()
+    tokenizer = chat_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
     save(LlamaForCausalLM(LlamaConfig(**{"vocab_size": len(tokenizer), **ids, **sizes})), folder)

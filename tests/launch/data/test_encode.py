@@ -8,12 +8,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launch.data.demo import CHAT_TEMPLATE, demo_tokenizer
+from launch.data.demo import demo_tokenizer
 from launch.data.load import load_data
+from tests.support.models import chat_tokenizer
 from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
+CHAT_TEMPLATE = chat_tokenizer().chat_template
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 # As of Qwen3 and others: of all answers the last one alone is preceded by a thought.
 OF_ANSWERS = "{% if message['role'] == 'assistant' %}"
@@ -156,7 +158,7 @@ def test_chats_are_refused_if_the_chat_template_is_missing_or_leaves_out_tool_ca
     """Without, it would train on an empty message, as with Phi-3's and Qwen2.5-VL's templates."""
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CALLS}]))
     assert "has no chat template" in problem(run, chatting(None)).what
-    assert "leaves out the assistant's call of get_weather" in problem(run, demo_tokenizer()).what
+    assert "leaves out the assistant's call of get_weather" in problem(run, chat_tokenizer()).what
 
 
 # --- Messages that are not learned ---------------------------------------------------------------

@@ -13,8 +13,9 @@ def chats(tmp_path):
     return jsonl(tmp_path, [{"messages": turns}] * 8)
 
 
-def test_the_banner_marks_which_text_of_the_first_example_counts_for_the_loss(tiny_model, chats, tmp_path):
-    done = train_here(tiny_model, chats, tmp_path / "out", "--assistant_only_loss", "--max_steps", "1")
+@pytest.mark.parametrize("how", [(), ("--dataset_streaming",)])
+def test_the_banner_marks_which_text_of_the_first_example_counts_for_the_loss(how, tiny_model, chats, tmp_path):
+    done = train_here(tiny_model, chats, tmp_path / "out", "--assistant_only_loss", "--max_steps", "1", *how)
     (line,) = (line for line in done.output.splitlines() if line.startswith("example"))
     assert "Where is it?" in line.partition("«")[0] and "Under Orders." in line.partition("«")[2].partition("»")[0]
 

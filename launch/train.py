@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 
 from launch.data.columns import require_columns
 from launch.fit.search import fit
-from launch.host.files import print_without_reader
+from launch.host.files import exit_with, print_without_reader
 from launch.host.launcher import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World, launched, prepare_process, process_group, require_launcher
@@ -137,4 +137,4 @@ def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokeni
 
 if __name__ == "__main__":
     print_without_reader()
-    sys.exit(main())
+    exit_with(main)

@@ -1,13 +1,15 @@
 """Write files atomically, and explain why the machine refuses a write."""
 
+import atexit
 import contextlib
 import io
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from recipes.errors import mistake, one_line
 
@@ -82,6 +84,17 @@ def print_without_reader() -> None:
             raw = io.BufferedWriter(_Unheard(stream.fileno(), "w", closefd=False))
             unheard = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, unheard)
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Make the process exit with the code that `main` returns. Functions registered with `atexit`
+    are called, but the objects of torch are not freed one by one, which takes 2 s.
+    """
+    codes: list[int] = []
+    atexit.register(lambda: codes and os._exit(codes[0]))  # the function registered first is called last
+    codes.append(main())
+    sys.stdout.flush()
+    sys.exit(codes[0])
 
 
 # --- Why the machine refuses a write --------------------------------------------------------------

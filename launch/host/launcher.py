@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ if __package__ in (None, ""):
 
 import psutil
 
-from launch.host.files import print_without_reader
+from launch.host.files import exit_with, print_without_reader
 from launch.host.processes import how_it_ended
 from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, end_with_parent
 from recipes.errors import one_line
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 LAUNCHER = Path(__file__)
 THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
-_say = partial(print, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     except subprocess.CalledProcessError as error:  # the run has a single process
         return _exit_code_of(0, error.returncode)
     except Exception as error:
-        _say(f"accelerate launch: {one_line(error)}")
+        print(f"accelerate launch: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
 
@@ -104,14 +102,14 @@ def _exit_code_of(rank: int, code: int) -> int:
     if _received or -code in SIGNALS:  # the rank did not handle the signal yet
         return _exit_code_of_the_told()
     why = ": the kernel kills a process when RAM runs out (see `dmesg`)" if -code == signal.SIGKILL else ""
-    _say(f"rank {rank} was {how_it_ended(code)}{why}")
+    print(f"rank {rank} was {how_it_ended(code)}{why}", file=sys.stderr)
     return 128 - code
 
 
 def _exit_code_of_the_told() -> int:
     """Print why the run ends, because its ranks ended too early to print. Return the exit code."""
     interrupted = signal.SIGINT in _received
-    _say("interrupted" if interrupted else "told to stop: run the same command again")
+    print("interrupted" if interrupted else "told to stop: run the same command again", file=sys.stderr)
     return 130 if interrupted else EXIT_CODE
 
 
@@ -189,4 +187,4 @@ def end_with_launcher() -> None:
 
 if __name__ == "__main__":
     print_without_reader()
-    sys.exit(main())
+    exit_with(main)

@@ -1,1 +1,1 @@
-"""The launcher of accelerate-recipes: the `recipes` command, training, jobs, timings, reports."""
+"""The programs of accelerate-recipes: the `recipes` command, training, jobs, timings, reports."""

@@ -39,7 +39,7 @@ _SYNONYMS = dict.fromkeys(("sft", "run", "finetune", "fine-tune", "launch"), "tr
 GROUPS = {
     "choose": {
         "list": Command("print the recipes, one line each", _CATALOGUE),
-        "show": Command("print every setting of a recipe or a run, its value and the reason", _COMPARE),
+        "show": Command("print the settings that a recipe or a run sets, each with its reason", _COMPARE),
         "where": Command("print the paths of train.py and of the YAMLs in the installed package", _CATALOGUE),
         "plan": Command("find the recipe that fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },

@@ -96,7 +96,7 @@ def standard() -> Recipe:
             logging_first_step=(True, "the loss before the first update, so that you can see it fall"),
             logging_nan_inf_filter=(
                 False,
-                "true hides a NaN and costs two host syncs per micro-batch; here a logged NaN stops the run",
+                "true hides a NaN and costs two host syncs per micro-batch; train.py stops at a logged NaN",
             ),
             ddp_find_unused_parameters=(
                 False,
@@ -104,7 +104,7 @@ def standard() -> Recipe:
             ),
             ddp_bucket_cap_mb=(25, "torch's default: large enough for bandwidth, small enough to overlap with compute"),
             dataloader_num_workers=workers_by_cores,
-            dataloader_pin_memory=(True, "copies to the GPU overlap with compute"),
+            dataloader_pin_memory=(True, "a batch in page-locked memory is copied to the GPU faster"),
             expandable_segments=segments_grow_on_cuda,
             **_EVERYWHERE,
         ),
@@ -215,7 +215,7 @@ def bf16_unless_gpu_is_too_old(run) -> Decision:
 
 def frozen_weights_in_16_bits(run) -> Decision:
     if not run["use_peft"] or not run.hardware.cuda or not run["bf16"]:
-        return "float32", "16 bits round small updates away, and are only for LoRA's frozen weights on a GPU in bf16"
+        return "float32", "16 bits lose small updates; only LoRA's frozen weights, on a GPU in bf16, are in 16 bits"
     if run.engine.kind in ("deepspeed", "fsdp"):
         return "float32", f"under {run.engine.title}, frozen and trained weights have the same type"
     return "bfloat16", "frozen weights take half the memory; the adapters stay in float32"
@@ -261,7 +261,7 @@ def static_graph_without_accumulation(run) -> Decision:
 
 def packing_for_language_models(run) -> Decision:
     if run["task"] == "causal_lm":
-        return True, "no compute is spent on padding, and every batch has the same shape"
+        return True, "little compute is spent on padding, and every batch has the same shape"
     return False, "each example keeps its own label"
 
 
@@ -297,7 +297,7 @@ def liger_where_installed(run) -> Decision:
     if run["torch_compile"] and run.place.own_script:
         return False, "torch.compile cannot trace Liger's loss; only train.py keeps the loss out of compiled code"
     if run.hardware.cuda and run.hardware.liger:
-        return True, "the logits are never in memory as a whole: 2.3 GiB less, at the same speed (1.2B, H200)"
+        return True, "a language model's logits are never in memory as a whole: 2.3 GiB less, same speed (1.2B, H200)"
     return False, "needs CUDA and the package liger-kernel"
 
 

@@ -80,9 +80,9 @@ def recipe(name: str):
 
 
 def _warn_without_engine(run: RunSpec) -> None:
-    """Warn if no launcher has set up the recipe's engine, because Trainer then silently trains a
-    memory recipe unsharded and without offload. `deepspeed` and `fsdp` need no launcher: Trainer
-    sets up both itself.
+    """Warn if no launcher has set up the recipe's engine, because Trainer then silently trains
+    without sharding and offload. With `deepspeed` or `fsdp`, Trainer itself sets up the engine in
+    the launched processes, so there is no warning.
     """
     wanted, launched = run.engine, from_environment(run.place.environment)
     if wanted.kind in ("single", "ddp") or run["fsdp"] or run["deepspeed"]:

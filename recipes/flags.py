@@ -15,7 +15,7 @@ class RunFlags:
 
     recipe: str = flag("standard", "one of `recipes list`, or a file of your own: mine.yaml, mine.py:function")
     config: str | None = flag(None, "YAML with any of these settings, or a run.json; the command line wins over it")
-    global_batch_size: int = flag(16, "examples per optimizer step over all processes; the same on any hardware")
+    global_batch_size: int = flag(16, "examples, or packed sequences, per optimizer step over all processes")
     task: Literal["causal_lm", "sequence_classification"] = flag("causal_lm", "task that the model learns")
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = flag(
         None, "kind of label that a classifier learns; without it, the values in the label column decide"
@@ -43,9 +43,9 @@ class RunFlags:
 
     use_peft: bool = flag(False, "train LoRA adapters, not the whole model")
     lora_r: int = flag(16, "rank of the LoRA matrices")
-    lora_alpha: int = flag(32, "LoRA scaling")
+    lora_alpha: int = flag(32, "LoRA's updates are multiplied by lora_alpha / lora_r")
     lora_dropout: float = flag(0.05, "dropout before the LoRA matrices")
-    lora_target_modules: list[str] | None = flag(None, "modules that get adapters; without it, all linear layers")
+    lora_target_modules: list[str] | None = flag(None, "adapted modules; without it, all linear layers but the head")
     use_dora: bool = flag(False, "DoRA: LoRA with a trained magnitude for each output; needs --use_peft")
     load_in_4bit: bool = flag(False, "QLoRA: the frozen weights in 4 bits (bitsandbytes); needs --use_peft")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", "4-bit type of the frozen weights")

@@ -18,8 +18,8 @@ class Part:
     """A file, a folder, a pattern such as `data/*.jsonl`, or a data set on the Hub.
 
     `weight` is the part's share of the examples, relative to the weights of the other parts. None
-    means that every example is used once. `split` and `config` replace --dataset_train_split and
-    --dataset_config for this part. `columns` maps old names of columns to new names.
+    means that an epoch uses every example once. `split` and `config` replace --dataset_train_split
+    and --dataset_config for this part. `columns` maps old names of columns to new names.
     """
 
     name: str

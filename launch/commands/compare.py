@@ -85,8 +85,8 @@ def differences(records: Sequence[Json]) -> list[Row]:
     """Return the differences. Settings come first, and among them the settings that the user typed.
     Engine, world, contents of data and model, files, code, machine, versions, environment follow.
 
-    Settings of the output folder and of printing are ignored, and so are other paths to the same
-    contents. A fact that one record lacks is ignored, except a setting, a package or a variable.
+    Settings in NO_DIFFERENCE are ignored, and so are other paths to the same contents. A fact that
+    one record lacks is ignored, except a setting, a package or a variable.
     """
     rows = []
     for name in sorted({name for record in records for name in record["settings"]} - NO_DIFFERENCE):
@@ -225,7 +225,7 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _is_run(name: str) -> bool:
-    """True if `name` is the path of a folder or a .json, even a missing one; False for a recipe."""
+    """True for a folder, a path with a slash or a .json, even a missing one; False for a recipe."""
     is_recipe = name in RECIPES or name.endswith((".yaml", ".yml")) or re.search(r"\.py(:\w*)?$", name)
     return not is_recipe and ("/" in name or name.endswith(".json") or Path(name).is_dir())
 

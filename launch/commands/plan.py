@@ -49,7 +49,7 @@ _FLAGS = """
 --nodes N                      number of nodes that hold these GPUs [1]
 --recipe NAME                  plan only this recipe, or your own recipe file
 --accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own
---mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [published value]
+--mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [published value, else 0.35]
 --bandwidth GB/s               bandwidth between GPUs: busbw of nccl-tests [value of NVLink or PCIe, in one node]
 --details                      explain the columns and the times, and print other splits of the batch
 --json                         print JSON for scripts: bytes and seconds

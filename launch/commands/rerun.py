@@ -25,7 +25,7 @@ recorded run.json holds the old contents of these files.
 
 _FLAGS = """
 FOLDER                    an output folder, or its run.json
---exact                   refuse to start if a difference can change the training, or if the run was resumed
+--exact                   refuse to start if a difference can change the training, or if the run's own starts differ
 --dry_run                 print the script instead of running it
 --num_processes N         processes in all [as many as recorded]
 --accelerate_config FILE  Accelerate YAML of another engine [the recorded YAML]
@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Repeat a run, return the exit code. --exact: a difference or resume raises `UserError`."""
+    """Repeat a run. Return the exit code. Raises `UserError`; --exact: also for a difference."""
     record, file = recorded.read(options.folder, "RUN"), recorded.file_of(options.folder).resolve()
     typed = {name: setting.value for name, setting in parse(argv, []).items()}
     if "config" in typed:

@@ -86,11 +86,9 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     if not run["dataset_test_split"]:
         what = "the run has no held-out data to evaluate on"
         raise mistake("dataset_name", what, "add --dataset_name FILE_OR_ID: other data with the same columns")
-    recorded_data = recorded.read(_record_of(folder), "FOLDER").get("data")
-    if not other and fingerprints.differ(recorded_data, fingerprints.of_data(run["dataset_name"])):
-        print_note(
-            f"{title(run['dataset_name']) or 'the standard library'} has changed since the run", console(stderr=True)
-        )
+    record, name = recorded.read(_record_of(folder), "FOLDER"), title(run["dataset_name"]) or "the standard library"
+    if not other and fingerprints.differ(record.get("data"), fingerprints.of_data(run["dataset_name"])):
+        print_note(f"{name} has changed since the run", console(stderr=True))
     require_legal(run)
     prepare_process(run)
     from launch.data.load import load_data
@@ -98,8 +96,12 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     from launch.training.trainer import build_trainer
 
     tokenizer = load_tokenizer(run)
-    data = load_data(run, tokenizer, known_classes(run, tokenizer))
-    print(f"{title(run['dataset_name']) or 'the standard library'}, split {run['dataset_test_split']}: {data.eval}")
+    classes = record.get("classes") or known_classes(run, tokenizer)
+    data = load_data(run, tokenizer, classes)
+    if data.labels and data.problem_type != "regression" and (unknown := sorted({*data.labels} - {*classes})):
+        what = f"has {', '.join(unknown[:5])}, but the model knows only {', '.join(classes)}"
+        raise mistake("dataset_label_field", what, "write the model's names of the classes in this column")
+    print(f"{name}, split {run['dataset_test_split']}: {data.eval}")
     with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data)
         return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False)).evaluate()
@@ -142,8 +144,13 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     """
     quiet_libraries(verbose=False)
     file = _record_of(folder)
-    settings = recorded.read(file, "FOLDER")["settings"]
-    is_adapter = settings.get("use_peft", {}).get("value") and not (folder / "config.json").is_file()
+    settings = recorded.read(file if file.is_file() else folder, "FOLDER")["settings"]
+    held = [name for name in ("config.json", "adapter_config.json") if (folder / name).is_file()]
+    if not held:
+        newest = next((str(path) for path in numbered(folder)), "")
+        fix = f"{newest}, or " * bool(newest) + "train the run to its end: the same command resumes it"
+        raise mistake("FOLDER", f"{folder} holds no model, because its run has not ended", fix)
+    is_adapter = settings.get("use_peft", {}).get("value") and "config.json" not in held
     if not is_adapter:  # the folder holds a whole model, perhaps a merged one
         whole = {"model_name_or_path": str(folder), "model_revision": "main", "use_peft": False, "load_in_4bit": False}
         changed = {**changed, **whole}

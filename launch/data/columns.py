@@ -23,7 +23,7 @@ _BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these firs
 
 def formats(run: Settings, columns: Collection[str]) -> list[Format]:
     """List the formats that these columns allow; for a classifier, the text format alone. A row has
-    the first format whose last column is not null. Text is last, or first if the user named it.
+    the first format whose last column is not null. Text is last, but first under another name.
     """
     text = run["dataset_text_field"]
     if run["task"] == "sequence_classification":

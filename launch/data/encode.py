@@ -17,7 +17,7 @@ from recipes.errors import UserError, mistake, one_line
 from recipes.run import Settings
 
 IGNORED = -100  # the label that cross-entropy skips
-Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels: the same list object if all tokens are learned
+Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels; if both are one object, all tokens are learned
 
 _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
 

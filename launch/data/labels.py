@@ -83,7 +83,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
         names, numbers = list(classes), {label: known.index(one.lower()) for label, one in by_label.items()}
     elif len(names) < 2:
         what = f"all rows have the same label: {''.join(names) or 'none'}"
-        raise mistake("dataset_label_field", what, "use data with two classes or more")
+        raise mistake("dataset_label_field", what, "use data with two classes or more; shuffle rows that are sorted")
     return Target(MULTI if is_list else SINGLE, names, numbers)
 
 
@@ -114,8 +114,8 @@ def _is_usable(label: Any) -> bool:
 
 
 def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
-    """Map each label to the name of its class. A `ClassLabel` column keeps its order of classes; in
-    other columns, texts are sorted alphabetically and numbers in ascending order.
+    """Map each label to the name of its class. A `ClassLabel` column keeps its order of classes. In
+    other columns, texts and numbers are sorted. Raises `UserError` for any other or mixed labels.
     """
     if isinstance(kind, ClassLabel):
         return dict(enumerate(kind.names))
@@ -134,7 +134,7 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
 
 @dataclass
 class Labelled(Cut):
-    """Rows of a text's tokens and its label, as `target` encodes it; they hold `labels` labels."""
+    """Rows of a text's tokens and its encoded label. `labels` is the number of distinct labels."""
 
     target: Target
     labels: int

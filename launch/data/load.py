@@ -80,7 +80,7 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
         evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)
         text += f"\nevaluation: {words}"
     elif run["eval_strategy"] != "no":
-        raise UserError(nothing_to_evaluate_on("the data have only the split train", streams))
+        raise UserError(nothing_to_evaluate_on("the parts have only other splits", streams))
     # Padding is masked, so any token works.
     collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
     commit = ", ".join(one.commit for one in tokens if one.commit) or None
@@ -104,13 +104,12 @@ def _rows(
     """Return the rows to train or evaluate on, and their description."""
     rows: Rows
     if target:
-        rows = labelled(run, tokens[0], target, flag)
-        left_out = len(tokens[0]) - len(rows)
+        rows, learns = labelled(run, tokens[0], target, flag), [lengths_of(tokens[0]) > 0]
     else:
-        examples = [part.select(np.flatnonzero(teaches(run, numbers_of(part, "first_learned")))) for part in tokens]
+        learns = [teaches(run, numbers_of(part, "first_learned")) for part in tokens]
+        examples = [part.select(np.flatnonzero(one)) for part, one in zip(tokens, learns, strict=True)]
         if not all(map(len, examples)):
             raise nothing_to_learn(flag, run["max_length"])
-        left_out = sum(map(len, tokens)) - sum(map(len, examples))
         together = datasets.concatenate_datasets(examples)
         if None not in weights:  # a part that ends begins again, until each part has ended once
             shares = [weight / sum(weights) for weight in weights]
@@ -120,8 +119,10 @@ def _rows(
             total, length = lengths_of(together).sum(), run["max_length"]
             what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
             raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
-    why = "their text or answer is missing, empty or cut off"
-    return rows, str(rows) + (f", {left_out:,} left out: {why}" if left_out else "")
+    if not (left_out := sum(int((~one).sum()) for one in learns)):
+        return rows, str(rows)
+    first = f" (first: row {learns[0].argmin() + 1:,})" if len(learns) == 1 else ""
+    return rows, f"{rows}, {left_out:,} left out{first}: their text or answer is missing, empty or cut off"
 
 
 # --- Examples as a person reads them --------------------------------------------------------------

@@ -66,7 +66,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """Resolve a text such as `train[:95%]` to ranges of rows. `rows` has the size of each split."""
+    """Resolve `train[:95%]` to row ranges; `rows` holds each split's size. Raises `UserError`."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):
@@ -139,7 +139,7 @@ def source_of(run: Settings, part: Part, rows: IterableDataset) -> Source:
 
 def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) -> dict[str, IterableDataset]:
     """Open the splits of a part of the run's data, at the `commit` that `newest_commit` returned.
-    Arrow tables get up to `shards` shards; others keep theirs. Raises `UserError` if unreadable.
+    A `Dataset` is split into at most `shards` shards. Raises `UserError` if the data is unreadable.
     """
     splits = {}
     for name, rows in _open(run, part, commit).items():

@@ -1,4 +1,4 @@
-"""Stream data: rows are read while the run trains, from the Hub or from files larger than the disk.
+"""Stream data: rows are read while the run trains, so that the data may be larger than the disk.
 
 The library `datasets` reads the rows and tracks the position in each shard. Three features of
 `datasets` failed when we tried them, and are replaced here:
@@ -40,10 +40,10 @@ SHARDS = 1024  # for rows on the disk: enough for nearly equal shares, whatever 
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """An endless stream of examples, in windows of WINDOW. Each example carries the place after it:
-    `window` is the window's number, `taken` counts its examples yielded so far, and `parts` holds
-    the window's start in each part: the epoch (`round`), the state of `datasets` (`rows`), and the
-    number of examples to skip after that state (`used`).
+    """An endless stream of examples, in windows of at most WINDOW. Each example carries the place
+    after it. `window` is the window's number, `taken` counts its examples yielded so far, and
+    `parts` holds the window's start in each part: the epoch (`round`), the state of `datasets`
+    (`rows`), and the number of examples to skip after that state (`used`).
 
     Each worker of each rank is a reader with its own rows. `places` maps a worker to the place
     where it resumes; others begin in epoch `first_round`. `turn` is the worker of the first batch.
@@ -72,7 +72,7 @@ class Stream(torch.utils.data.IterableDataset):
         return self._in_rows(token_table([([0] * self.run["max_length"],) * 2]))[0]
 
     def beginning(self) -> Dataset:
-        """Return the examples with which a single reader's first epoch of the first part begins."""
+        """Return the first examples of the first part, in the order of a single reader."""
         _, tokens = next(self._pieces(0, 0, 1, {"round": 0, "rows": None, "used": 0}))
         return Dataset(tokens, fingerprint="a window")
 
@@ -190,7 +190,7 @@ def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     # A dict, because workers that are not forked get a pickle, and a RunSpec cannot be pickled.
     encode = Encoder(sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer)
     if (first := next(encode.source.tables(WINDOW), None)) is not None:
-        encode(first[0], 0)  # reports wrong columns before a model is loaded
+        encode(first[0], 0)  # reports malformed rows among the first ones, before a model is loaded
     evaluation = None
     if test := wanted.get("dataset_test_split"):
         evaluation = tokenized(run.given_too(dataset_test_split=test), tokenizer, replace(part, split=test)).eval

@@ -1,11 +1,11 @@
 """Tokenize data once, on every core, before any process group is joined. Every rank then maps the
 tokens from the disk into memory.
 
-A folder in the cache of `datasets` holds the tokens of one version of the data, one tokenizer, and
-the settings that decide them, in files of about 50 MB. index.json records where in the data the
+A folder in the cache of `datasets` is for one version of the data, one tokenizer and one set of
+settings, and holds the tokens in files of about 50 MB. index.json records where in the data the
 last file ends: a start after a kill resumes there, and so does a start that needs more rows. Tokens
 do not depend on packing. Only a classifier's tokens depend on max_length, because the tokenizer
-truncates. `Dataset.map` would copy the raw data, start anew after a kill, and make ranks wait.
+truncates. `Dataset.map` would copy the raw data, and would start anew after a kill.
 """
 
 import contextlib
@@ -139,8 +139,8 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
     table. `first` is the index, in the whole split, of the first row to yield.
 
     From the second table on, the tokenizer's own threads do the work; processes took 50 % more
-    memory. The threads are turned on only here: elsewhere `quiet_libraries` keeps them off, because
-    a forked process that uses them hangs. One thread renders chat templates, a sixth of the work.
+    memory. Elsewhere `quiet_libraries` turns the threads off (not with --verbose), because a forked
+    process that uses them hangs. One thread renders chat templates, a sixth of the work.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start
@@ -235,7 +235,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
         return root / stem, None
     if (commit := sources.newest_commit(part.name)) is not None:
         return root / f"{stem}-{commit}", commit
-    # The Hub is unreachable: use the newest folder that was made while it was reachable.
+    # The Hub is unreachable: use the newest folder of this data, even if it was made offline.
     made = sorted(root.glob(f"{stem}-*"), key=lambda folder: folder.stat().st_mtime)
     return made[-1] if made else root / f"{stem}-offline", None
 

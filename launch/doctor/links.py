@@ -163,7 +163,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
     """Compare the bus bandwidth of an all-reduce of `size` bytes with the `speed` of the link.
 
     Bus bandwidth is size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests,
-    doc/PERFORMANCE.md. `latency` is the smallest all-reduce in seconds, `speed` in bytes/s or None.
+    doc/PERFORMANCE.md. `latency`: seconds of an all-reduce of one number. `speed`: bytes/s or None.
     """
     reached = 2 * size * (ranks - 1) / ranks / seconds
     known = numbers(**{"all-reduce": (reached, "bytes/s"), "latency": (latency, "s")})

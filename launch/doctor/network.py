@@ -158,7 +158,7 @@ class Meeting:
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
         """Send the message `own`, and return the messages of all nodes in order: None for a node
-        that is more than `seconds` late and, if node 0 has gone, for every other node.
+        that is more than `seconds` + _ANSWER_SECONDS late and, if node 0 has gone, for all others.
         """
         try:
             return self.say(seconds + _ANSWER_SECONDS, own)

@@ -32,7 +32,7 @@ _INTERFACE = "nothing if this is the fastest network of the node; other networks
 
 
 def switch_sets(request: Request) -> list[Switches]:
-    """Return the sets of switches that have helped somebody, the cheapest first.
+    """Return the sets of switches that have helped somebody, in the order in which to try them.
 
     With several nodes, only the interface to node 0 is tried, so that all nodes try equally many.
     """

@@ -157,8 +157,8 @@ def measured(topic: str, device: str, cores: int) -> Json:
 
 def _print(topic: Topic, found: Json) -> None:
     rows = [{**vars(variant), **row} for variant, row in zip(topic.variants, found["rows"], strict=True)]
-    batch = f"{RANKS} ranks x {SEQUENCES} sequences of {found['tokens']} tokens"
-    print(f"{found['backend']}: a decoder of {found['parameters']:,} parameters, {batch} examples per optimizer step\n")
+    batch = f"{RANKS} ranks x {SEQUENCES} sequences of {found['tokens'] + 1} tokens"
+    print(f"{found['backend']}: a decoder of {found['parameters']:,} parameters, {batch} per optimizer step\n")
     cells = [_cells(row, rows[0]) for row in rows]
     print_table([*cells[0]], [[*row.values()] for row in cells])
     print("\n".join(["", *(f"{variant.name}: {variant.reason}" for variant in topic.variants), ""]))

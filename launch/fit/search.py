@@ -48,8 +48,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     """Return the run with the largest micro-batch that fits. The search writes fit.json; a fit.json
     that is valid for this run replaces the search, except with `--fit_only`.
 
-    `argv` holds train.py's arguments. Raises `UserError` if no micro-batch fits, and `Failure` if a
-    probe fails for a reason other than memory.
+    `argv` holds train.py's arguments. Raises `UserError` for a mistake of the user, or if no
+    micro-batch fits, and `Failure` if a probe fails for a reason other than memory.
     """
     start = world.decide(lambda: _start(run))
     found = start.get("kept") or _search(run, argv, world, start)
@@ -62,8 +62,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
 
 
 def _start(run: RunSpec) -> Json:
-    """Return the content of a valid fit.json as `kept`, or else what a search needs: a process's
-    memory `limit` in bytes, the micro-batch to try first (`guess`), and a `port` for the probes.
+    """Return a valid fit.json as `kept`, or what a search needs: the `limit` of a process in bytes,
+    a first micro-batch (`guess`), a `port` for probes. Raises `UserError` for a read-only folder.
     """
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):

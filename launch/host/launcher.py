@@ -42,8 +42,8 @@ _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch a run. Return the exit code of the first rank that failed (128 + n if signal n killed
-    this rank), 130 after Ctrl-C, 75 after another stop signal, 1 if accelerate fails, else 0.
+    """Launch a run. Return the first failed rank's exit code, 1 if accelerate fails, else 0. If
+    signal n killed that rank: 130 after Ctrl-C, 75 after another stop signal, else 128 + n.
     """
     listen()
     from accelerate.commands import launch  # takes seconds: it imports torch
@@ -172,7 +172,7 @@ def own_threads() -> int | None:
 
 
 def end_with_launcher() -> None:
-    """Have this rank get SIGTERM when its launcher ends, or at once if the launcher has ended.
+    """Send SIGTERM to this rank when its launcher ends, or at once if the launcher has ended.
 
     A killed launcher does not stop its ranks, and `accelerate launch` dies of SIGUSR1. A run
     without a launcher continues, because its shell may exit and leave the run in the background.

@@ -1,7 +1,7 @@
 """Start processes on this machine, end them, and read their logs.
 
 A process that `ask` starts runs this file as a script, which calls `main` of one of our modules. So
-only this file has to know how a new Python finds our packages, which may not be installed.
+these modules need not know how a new Python finds our packages, which may not be installed.
 """
 
 import contextlib

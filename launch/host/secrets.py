@@ -9,7 +9,7 @@ from typing import Any
 from recipes.errors import UserError, mistake
 from recipes.run import HIDDEN, RunSpec
 
-# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, each
+# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, JSON web tokens, Azure storage keys, each
 # recognised by its beginning and its length; and passwords in URLs.
 SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
@@ -24,7 +24,7 @@ _HARMLESS_NAME = re.compile(
     re.IGNORECASE,
 )
 # A secret's name with a value: `hub_token: x`, `API_KEY=x`, `{"name": "API_KEY", "value": "x"}`.
-# Each part has a bound, because searching a file of one long word would take minutes.
+# Each part has a bound: without bounds, searching a file of one long word would take minutes.
 _ASSIGNED = re.compile(
     rf"""(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})["']?\]?(?:,?\s{{0,20}}["']?value["']?)?"""
     r"""\s{0,20}(?:[:,]|\+?=(?!=))\s{0,20}(?!(?:null|none|true|false|[-+\d._]+)\b)\S""",

@@ -71,7 +71,7 @@ class Azure(Target):
     No flag has been tried on Azure itself; Azure's own parser accepts all of them.
     """
 
-    HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
+    HELP = "Azure ML, through its SDK; --dry_run prints the YAML for `az ml job create`"
     WRITES_HERE = False  # checkpoints go to the datastore; only submission.json is written here
 
     compute: str | None = flag(None, "name of a cluster")
@@ -83,7 +83,7 @@ class Azure(Target):
     output_uri: str | None = flag(
         None,
         "datastore path for checkpoints; a job with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
-        "workspaceblobstore: LOGIN is your login on this machine, HASH a hash of train.py's flags and --data]",
+        "workspaceblobstore: your login here, and a hash of flags, --data and own YAML; no HASH with --job_name]",
     )
     environment: str | None = flag(None, "name of an environment to use instead of azureml/environment")
     identity: str | None = one_of("managed user_identity", "read data with the rights of the compute, or with yours")
@@ -436,8 +436,8 @@ def _sentence(text: str) -> str:
 def connected(workspace: Mapping[str, str]) -> MLClient:
     """Return a client with the login of `az login`, of a managed identity, or of the environment.
 
-    The client connects at the first request. If `workspace` is empty, a config.json in this folder
-    or above names the workspace. Raises `UserError` if there is none, or if the SDK is missing.
+    The client connects at the first request. Names that `workspace` lacks are read from config.json
+    in this folder or above. Raises `UserError` without such a file, or if the SDK is missing.
     """
     if not sdk_is_installed():
         fix = f"{INSTALL}; or use --dry_run --output mine.yaml and `az ml job create -f mine.yaml`"
@@ -447,7 +447,11 @@ def connected(workspace: Mapping[str, str]) -> MLClient:
         from azure.identity import DefaultAzureCredential
 
         login = DefaultAzureCredential()
-        return MLClient(login, *map(workspace.get, _WORKSPACE)) if workspace else MLClient.from_config(login)
+        if not workspace.keys() >= {*_WORKSPACE}:
+            found = MLClient.from_config(login)
+            names = map(str, (found.subscription_id, found.resource_group_name, found.workspace_name))
+            workspace = {**dict(zip(_WORKSPACE, names, strict=True)), **workspace}
+        return MLClient(login, *map(workspace.get, _WORKSPACE))
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ def checked_job(
         print_problems(advice, console(stderr=True))
     if run.engine.kind == "single" and run.world_size > 1:
         what = f"{run.recipe.name} trains in one process, but {run.world_size} processes are asked for"
-        raise mistake("processes_per_node", what, "use one process, or --recipe standard")
+        raise mistake("num_processes", what, "use one process, or --recipe standard")
     if not starts_here:
         refuse_tokens(run)
     argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
@@ -177,7 +177,7 @@ class Target:
     ASK_EVERY: ClassVar[float] = 0.2  # seconds between two requests for a job's state
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return `nodes` nodes of `processes` processes, by default one, or one per known GPU."""
+        """Describe `nodes` nodes of `processes` processes, by default one process per known GPU."""
         raise NotImplementedError
 
     def render(self, job: Job) -> str:

@@ -1,4 +1,4 @@
-"""The target `local`: a bash script on this machine. It can retry a run that ran out of memory."""
+"""The target `local`: run a bash script on this machine, and retry a run that ran out of memory."""
 
 import contextlib
 import fcntl

@@ -194,7 +194,7 @@ def _begun(folder: Path) -> str:
 
 
 def _described(folder: Path) -> tuple[str, str, str]:
-    """Return a run's target, state, and last line about a step, or the target's error."""
+    """Return a run's target, its state, and its last log line or, if unreachable, the error."""
     submission = submitted(folder)
     outcome = _outcome(folder, submission)
     if submission is None:

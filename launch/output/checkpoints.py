@@ -10,8 +10,8 @@ then writes a manifest with each file's size and checksum. A manifest also holds
 which the run gets at its first start in an output folder and keeps in all later starts. A
 checkpoint without a manifest comes from another program: its files must be readable.
 
-The checks execute no code of a checkpoint. A damaged checkpoint is never deleted, except if its
-save was cut short.
+The checks execute no code of a checkpoint. No checkpoint is deleted for being damaged, except if
+its save was cut short.
 """
 
 import contextlib

@@ -40,8 +40,8 @@ IDENTITY = (
     "dataset_columns dataset_text_field dataset_label_field max_length packing packing_strategy "
     "assistant_only_loss completion_only_loss"
 ).split()
-# Trainer's resume silently keeps the old value of these settings from the checkpoint's state, so
-# resume.py refuses a new value that the user writes.
+# A resume keeps the old value of these settings from the checkpoint's state. resume.py refuses a
+# new value that the user writes, but only prints a note for logging_steps, save_steps, eval_steps.
 KEPT_BY_RESUME = (
     "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 ).split()
@@ -53,7 +53,7 @@ CHANGES_COURSE = (
 ).split()
 # The setting that names an input of a run -> the field of the record with its fingerprint.
 MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}
-# Settings for paths and prints, which influence neither the training nor its speed.
+# Settings for paths, prints, tokenizing and the start, which do not change the training itself.
 NO_DIFFERENCE = {
     "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
     "dataset_num_proc",
@@ -91,7 +91,7 @@ FIELDS = {
     "environment": "environment variables that can change what the run computes, as the user had set them",
     "run": "the run's id (also in its checkpoints), and the checkpoint it began from, if the user named it",
     "data": "a hash of the local or demonstration data, or the Hub's commit; null if unknown",
-    "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
+    "model": "a hash of the local model's files, or the Hub's commit; null if unknown or if no model is named",
     "classes": "names of a classifier's outputs, in the model's order",
     "sessions": "an entry per start that trained: time, steps before it, seconds, status, processes, versions",
     "changed": "settings that got another value in a resume, so that no single command repeats the training",
@@ -113,7 +113,7 @@ FIELDS = {
     "exchanges_per_step": "how often processes synchronize gradients in an optimizer step",
     "samples_per_second": "examples per second, in steady steps",
     "tokens_per_second": "tokens per second, in steady steps",
-    "mfu": "model FLOPs utilisation; null if the peak or the formula is unknown",
+    "mfu": "model FLOPs utilisation; null for adapters, classifiers, unpacked rows, and if peak or FLOPs are unknown",
     "peak_memory_bytes": "peak memory, in bytes",
     "peak_memory_of": "which memory peak_memory_bytes measures: of the first GPU or the first process",
 }
@@ -246,10 +246,10 @@ def several(record: Json) -> str:
 
 
 def _status(error: BaseException, folder: Path) -> str:
+    if isinstance(error, KeyboardInterrupt) or "by SIGINT" in str(error):
+        return "interrupted"
     if isinstance(error, Preempted):
         return "preempted"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
     return "out_of_memory" if ran_out(error) or (folder / OUT_OF_MEMORY).exists() else "failed"
 
 

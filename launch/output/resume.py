@@ -133,7 +133,7 @@ def look_ahead(run: RunSpec) -> Earlier | None:
 def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
     """Return where to resume in the locked folder. `data_commit` is the commit of Hub data.
 
-    Damaged checkpoints are renamed or deleted. Raises `UserError` if the run cannot begin here.
+    Renames damaged checkpoints, deletes incomplete ones. Raises `UserError` if the run is refused.
     """
     old, named = record.read_intact(run["output_dir"]), _named(run)
     if finished := _finished(run, old):

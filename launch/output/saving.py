@@ -1,4 +1,4 @@
-"""A Trainer that gives each checkpoint a manifest, once all files are flushed to the disk."""
+"""A Trainer that completes each checkpoint's manifest once all files are flushed to the disk."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,8 +26,8 @@ class CommittingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.engine = engine
         self.identity = identity
-        # Trainer would delete older checkpoints before the new one is complete. At the end it would
-        # keep only the best checkpoint, which may be damaged.
+        # Trainer would delete older checkpoints before the new one is complete. With a limit of 1,
+        # Trainer would keep only the best checkpoint at the end, and that one may be damaged.
         self.limit, self.args.save_total_limit = self.args.save_total_limit, None
 
     def train(self, *args, **kwargs):

@@ -61,7 +61,7 @@ class Picture:
 def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> list[Picture]:
     """Draw the pictures of the training `name`, except those for which `series` has no values.
 
-    Needs matplotlib (see `installed`).
+    The caller checks that matplotlib is installed.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """`recipes scale report`: pictures, tables, a text file and an HTML page from existing timings.
 
-Sentences and tables have the same order on the terminal, in the text file and on the page.
+The terminal shows the sentences. The text file and the page show the tables too, in one order.
 """
 
 from __future__ import annotations

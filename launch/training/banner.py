@@ -39,7 +39,7 @@ usage: recipes train [--num_processes N] [--recipe NAME|FILE] [--config FILE] [m
 
 Without a model and data, the run trains a small byte-level decoder on the source of Python's standard library.
 Precedence: command line > --config file > recipe > library default.
-When `recipes train` or any rank receives SIGTERM, SIGUSR1 or SIGHUP, the run saves a checkpoint and stops.
+During the training, SIGTERM, SIGUSR1 or SIGHUP to `recipes train` or any rank saves a checkpoint and stops the run.
 """
 _OWN = """\
   mine.yaml     your own recipe: `base: fast`, a `purpose`, and `changes` with lines such as
@@ -238,4 +238,4 @@ def _which_model(results: Json, run: RunSpec) -> str:
     metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
     if best == step:
         return f"of step {step:,}, the best by {metric}"
-    return f"of step {step:,}" + (f": the checkpoint of the best step ({best:,}) was not found" if best else "")
+    return f"of step {step:,}" + (f": the checkpoint of the best step ({best:,}) was not loaded" if best else "")

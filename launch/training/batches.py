@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch without its place, and record the place. An error raises `StreamBroke`."""
+        """Record the place in a batch, return the rest. Raises `StreamBroke` for an error there."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet
@@ -107,7 +107,7 @@ class Places:
     def loader(
         self, stream: Stream, collate: Callable[[list[Example]], dict[str, Any]], reader: int, args: TrainingArguments
     ) -> DataLoader:
-        """Return the loader of group number `reader`. All ranks of a group get equal examples."""
+        """Return the loader of the ranks in group `reader`, which all get the same examples."""
         loader = DataLoader(
             replace(stream, rank=reader, ranks=self.ranks, places=self.of, turn=self.turn, first_round=self.round),
             batch_size=args.train_batch_size,

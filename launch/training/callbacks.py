@@ -144,7 +144,7 @@ class StepTiming(TrainerCallback):
 
         self.on = parts
         self.seconds: Counter[str] = Counter()  # part -> sum of its seconds over the timed steps
-        self.sent: tuple[int, int, int] | None = None  # in one step, from `_counted`
+        self.sent: tuple[int, int, int] | None = None  # one step's gradient exchanges, collectives and bytes
         # Micro-batches and number of items of the first timed step; the last step may be shorter.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
         self._cuda = cuda

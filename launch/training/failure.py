@@ -29,7 +29,7 @@ from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
 from recipes.run.files import read_json
 
-# Printed if no next attempt is left. These ways change the training, the engine or the machine.
+# Printed if no attempt is left, here or in --fit. These ways change training, engine or machine.
 OTHER_WAYS = (
     "use a recipe that shards or offloads, with another --output_dir; or lower --max_length; or add memory "
     "(`recipes plan` ranks these ways)"
@@ -122,10 +122,10 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
-    """True if this rank should print its error. Rank 0 prints a stop or a `Failure`, and each rank
-    its `RankHangs`, `OutOfMemory` or `StreamBroke`. The first rank of each node prints any other
-    error, and another rank only if the launcher does not end that rank, because then no rank has
-    failed before.
+    """True if this rank should print its error. Each rank prints its own `RankHangs`, `OutOfMemory`
+    or `StreamBroke`. Rank 0 prints a stop or another `Failure`. The first rank of each node prints
+    any other error, unless it only lost its connection. A remaining rank prints its error only if
+    the launcher does not end that rank, because then no rank has failed before.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True

@@ -64,8 +64,8 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
         model = _from_scratch(run, config, len(tokenizer))
     else:
         model, new = _pretrained(run, config)
-    # With a cache, transformers ignores where padding-free sequences begin. A multimodal model
-    # reads the setting of its text part.
+    # With a cache, transformers ignores where the examples of a packed row begin. Multimodal models
+    # read the setting of their text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
     require_batches_for_batch_norm(run, model)
     return with_adapters(run, model, new) if run["use_peft"] else model
@@ -155,7 +155,7 @@ def _size(parameter: torch.nn.Parameter) -> int:
 def load_config(
     run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None, problem_type: str | None = None
 ) -> PreTrainedConfig:
-    """Return the configuration of the run's model, with `labels` as the classes of a classifier."""
+    """Return the configuration of the model, with a classifier's `labels`. Raises `UserError`."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:
@@ -200,7 +200,7 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
     """Create the model with random weights, equal on all ranks and, on CPUs, under all engines. On
     GPUs, ZeRO-3 draws other numbers. Under ZeRO-3, transformers before 5.23 does not scale GPT-2's
-    residual projections. Raises `UserError` if `vocabulary`, the tokenizer's, exceeds the model's.
+    residual projections. Raises `UserError` if the tokenizer's `vocabulary` exceeds the model's.
     """
     known = config.get_text_config().vocab_size
     if vocabulary > known:
@@ -237,7 +237,7 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model, and the modules (no heads) that its files lack. Raises `UserError`."""
+    """Return the model, and its modules (no heads) without saved weights. Raises `UserError`."""
     options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)

@@ -1,4 +1,4 @@
-"""A test that a model keeps the examples of a packed or padding-free row apart.
+"""A test that a model keeps the examples of a packed row apart.
 
 The test runs a model, because its source code may mislead. OPT accepts position_ids, but every
 token attends to all earlier tokens. Layers with a state (Mamba, LFM2) keep it across examples.

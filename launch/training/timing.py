@@ -31,7 +31,7 @@ from recipes.scaling.timings import PARTS, Timing, append, name_of
 
 # Disturbances change a short step most, so a short step is repeated more often, for one second.
 _TRIES, _MOST_PAIRS, _SECONDS_OF_PAIRS = 5, 40, 1.0
-# Jobs that measure the same training may differ in these settings: output, length and batch.
+# Jobs that measure the same training may differ in output, length, batch and recipe.
 _OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_steps", "num_train_epochs"}
 
 
@@ -143,7 +143,7 @@ def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]
 
 def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
     """Estimate the seconds of a micro-batch that do not depend on its size, by timing half of it.
-    None if the micro-batch is a single row: one example, or several joined ones.
+    None for a micro-batch of one row, and for packed rows under FlashAttention (`cu_seq_lens_q`).
     """
     (batch, *_), items = trainer.timing.first_batches
     if size < 2 or any(len(tensor) != size for tensor in batch.values()):
@@ -226,7 +226,7 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         **peak_memory(),
         "log_history": state.log_history,
     }
-    if steps < state.global_step:  # Trainer divides the losses of this start by the steps of all starts
+    if steps < state.global_step:  # Trainer averages over this start alone; 5.17 divides by all steps
         entries["train_loss"] = _mean_loss(state.log_history)
     if timing.step_time:
         entries["samples_per_second"] = run.batch.total / timing.step_time
@@ -258,7 +258,7 @@ def utilisation(run: RunSpec, trainer: RecipeTrainer, tokens_per_second: float) 
 
 
 def peak_memory() -> Json:
-    """Return the peak memory of this process in bytes: allocated on its GPU, or resident in RAM."""
+    """Return this process's peak memory for run.json: allocated on its GPU, or resident in RAM."""
     if torch.cuda.is_available():
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "allocated on the first GPU"}
     return {"peak_memory_bytes": memory.peak(cuda=False), "peak_memory_of": "of RAM in the first process"}

@@ -254,8 +254,8 @@ class RecipeTrainer(CommittingTrainer):
         return metrics
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
-        """Evaluate as Trainer does. If a stop cut short the last evaluation of the earlier run, the
-        first one here repeats that evaluation, and updates the best model and the scheduler too.
+        """Evaluate as Trainer does. If a stop cut short the last evaluation of the earlier run,
+        this run's first evaluation repeats it, and also updates the best model and the scheduler.
         """
         owed, self._owed = self._owed, False
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)

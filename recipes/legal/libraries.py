@@ -1,8 +1,8 @@
 """Collects facts about the installed libraries from the libraries' own classes.
 
 `schema` runs this module in a separate process, because the imports take seconds, and caches the
-answer. Each function returns facts about one library, by their names. `schema.names` reads a fact
-that is a list, such as `names("report_to")`. Add a new fact to its library's function.
+answer. Each function returns a dict of facts by name. `schema.names` reads a fact that is a list,
+such as `names("report_to")`. Add a new fact to the function of its subject.
 """
 
 import ast

@@ -6,9 +6,9 @@ The tables omit legal names, and names whose nearest legal name is the right one
 _GONE_5_0 = "was removed in transformers 5.0"
 _OTHER = "has another name here"
 
-# old name -> (what happened, what to write instead), from transformers' release notes and sources
+# old name -> (what happened, what to write instead): Trainer's old names, and names in other tools
 RENAMED: dict[str, tuple[str, str]] = {
-    "evaluation_strategy": ("was renamed by transformers 4.57", "eval_strategy"),
+    "evaluation_strategy": ("was renamed before transformers 4.57", "eval_strategy"),
     "overwrite_output_dir": (_GONE_5_0, "leave it out; --fresh starts over without deleting anything"),
     "save_safetensors": (_GONE_5_0, "leave it out; checkpoints are always safetensors"),
     "no_cuda": (_GONE_5_0, "use_cpu"),
@@ -18,13 +18,13 @@ RENAMED: dict[str, tuple[str, str]] = {
     "group_by_length": ("was removed by transformers 5.2", "train_sampling_strategy with the value group_by_length"),
     "warmup_ratio": ("was removed by transformers 5.15", "warmup_steps with a value below 1, such as 0.03"),
     "logging_dir": ("was removed by transformers 5.15", "set the environment variable TENSORBOARD_LOGGING_DIR"),
-    "dispatch_batches": ("was moved by transformers 4.57", 'accelerator_config: {"dispatch_batches": ...}'),
-    "split_batches": ("was moved by transformers 4.57", 'accelerator_config: {"split_batches": ...}'),
+    "dispatch_batches": ("was moved before transformers 4.57", 'accelerator_config: {"dispatch_batches": ...}'),
+    "split_batches": ("was moved before transformers 4.57", 'accelerator_config: {"split_batches": ...}'),
     "torch_dtype": ("has another name here, as in transformers 5", "dtype"),
     "tokenizer_name": ("is not needed: the tokenizer comes with the model", "leave it out"),
     "train_file": (_OTHER, "dataset_name"),
     "block_size": (_OTHER, "max_length"),
-    "padding_free": ("is not needed: packed rows have no padding", "packing"),
+    "padding_free": ("is not needed: packed rows have little padding", "packing"),
     "use_lora": (_OTHER, "use_peft"),
     "use_qlora": (_OTHER, "load_in_4bit, with use_peft"),
     "lora_rank": ("has another name here, as in peft", "lora_r"),

@@ -26,7 +26,7 @@ from recipes.flags import RunFlags
 
 Json = dict[str, Any]
 
-# New name -> older name. Settings are stored under the older name, which all versions have.
+# New name -> older name. Settings are stored under the older name, which every transformers 5 has.
 ALIASES = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",

@@ -196,11 +196,11 @@ class Requests:
         return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
-        """Add the requests of `from_pretrained`, and then of peft, for all frozen parameters.
+        """Add the requests of loading all frozen parameters.
 
         `from_pretrained` first allocates and frees the total (`caching_allocator_warmup`), then
-        packs each matrix on the GPU into `packed` bytes per parameter. Last, peft casts all other
-        frozen parameters from 2 to `other` bytes.
+        packs each matrix on the GPU into `packed` bytes per parameter. All other frozen parameters
+        are loaded in 2 bytes each, and cast to `other` bytes last.
         """
         base = [(size, kind == IN_4_BITS) for size, kind in sizes if kind != TRAINED]
         self.free([self.allocate(sum(size // 2 if small else 2 * size for size, small in base))])

@@ -129,7 +129,7 @@ class Estimator:
 
         weights = self.weights(run)
         smallest = case.batch // (case.batch & -case.batch) if case.liger else 1
-        sizes = {30, case.length, *(size for size, _ in weights.sizes if size)}  # 30: `short_lengths`
+        sizes = {30, case.length, *(size for size, _ in weights.sizes if size)}  # 30: primes in `short_lengths`
         copies = next(many for many in count(11) if all(math.gcd(many, size) == 1 for size in sizes))
         small = as_traced(self.config, replace(case, batch=smallest, copies=copies))
         return trace_any(self.config, weights, small, case.batch // smallest, self._traced)
@@ -222,7 +222,7 @@ class Planner:
     """Plans runs of one model on GPUs with `usable` bytes, in nodes with `host` bytes of RAM.
 
     If `host` is None, any need of RAM fits. Times assume the share `mfu` of the GPU's peak, and
-    `bandwidth` between GPUs in bytes/s (None: unknown). Plans raise what `Estimator.memory` raises.
+    `bandwidth` in bytes/s (None: unknown). Raises what `Estimator.memory` and `Memory.gpu` raise.
     """
 
     estimator: Estimator

@@ -282,7 +282,7 @@ def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
 
 def fuse_layers(model: Any) -> None:
     """Replace RMSNorm and the product of a gated MLP as liger-kernel 0.8.5 does (ops/rms_norm.py,
-    ops/swiglu.py). The caller drops the rotary embedding: Liger's works in place, without memory.
+    ops/swiglu.py). trace.py's `_rotary` replaces the rotary embedding: Liger's works in place.
     """
     for layer in model.modules():
         if type(layer).__name__.endswith("RMSNorm"):

@@ -99,7 +99,7 @@ class Traced:
 
     The forward makes the first `made_forward` rows of `allocations`. `kernels` names the unfused
     attention that ran, LOOP if `_at_length` made the trace, and COMPILED if layers were compiled.
-    `made_by` has each row's operation and traced size; it is empty in an extrapolated trace.
+    `made_by` has each row's operation and traced size; `_of_depth` and `_at_length` leave it empty.
     """
 
     allocations: np.ndarray
@@ -192,12 +192,12 @@ def recomputes(run: RunSpec) -> bool:
 
 
 def mixed_precision(run: RunSpec) -> str | None:
-    """Return the name of the 16-bit dtype that operations compute in, None for fp32."""
+    """Return the 16-bit dtype of mixed precision (`bf16`, `fp16`), None without mixed precision."""
     return "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
 
 
 def casts_the_model(run: RunSpec) -> bool:
-    """True for DeepSpeed and FSDP2: they cast the model and use no autocast (`_prepare_fsdp2`)."""
+    """True for DeepSpeed and FSDP (planned as FSDP2): both cast the model, without autocast."""
     return run.engine.kind in ("deepspeed", "fsdp")
 
 
@@ -263,14 +263,14 @@ def few_bits(run: RunSpec) -> float | None:
 
 
 def optimizer_bytes_per_parameter(run: RunSpec) -> float:
-    """Return the least bytes of optimizer state per trained parameter, before sharding."""
+    """Return the optimizer's bytes per trained parameter, unsharded; embeddings may take more."""
     copy = FP32 if run.engine.kind == "deepspeed" else 0  # the fp32 copy of the parameter
     in_fp32 = copy or str(run["optim"]).removeprefix("paged_").startswith(_IN_FP32)
     return copy + moments_of(run) * (few_bits(run) or (FP32 if in_fp32 else trained_bytes(run)))
 
 
 def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[int]]:
-    """Return the sizes that an update allocates, in groups. Each is freed before the next is made.
+    """Return the sizes that an update allocates, in groups. Each group is freed before the next.
 
     `width` is the bytes of a trained parameter. Adafactor updates one matrix at a time, while the
     tensor `update` of the previous matrix still exists. Small norms and biases are left out.
@@ -290,7 +290,7 @@ class Memory:
     """The memory of a run in which all `accumulation` micro-batches have the trace `micro_batch`.
 
     `evaluation` is the trace of an evaluation batch, None without evaluations. `context` is the
-    memory that CUDA itself takes on a GPU, None for the published value. All sizes are in bytes.
+    memory that CUDA and NCCL take on a GPU, None for `context_of`'s value. All sizes are in bytes.
     Sizes of states are one GPU's share.
     """
 

@@ -32,7 +32,7 @@ _FASTEST_FIRST = ("fast", "standard", "sharded", "memory", "memory_zero3")
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of every requested recipe on one GPU.
+    """The plan of every requested recipe on GPUs of one kind.
 
     `recommended` is the fastest recipe that fits, None if none fits. The fastest recipe has the
     shortest known time of a step; of equally fast recipes, one without added checkpointing wins.
@@ -82,7 +82,7 @@ def plan_memory(
     `num_processes` counts the GPUs of all nodes. `recipe` limits the plan to one recipe; if it is
     None, `_names` chooses. `argv` are flags of train.py. `accelerate_config` is an Accelerate YAML
     that replaces each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and
-    `bandwidth` in GB/s between GPUs; the defaults are published values. `host_memory` is the RAM of
+    `bandwidth` in GB/s between GPUs; speed.py has the defaults of both. `host_memory` is the RAM of
     one node in GB (None: any need of RAM fits). No weights are downloaded, and no GPU is needed.
     Raises `UserError` if the request is wrong, no recipe is legal, or the model cannot be planned.
     """
@@ -143,7 +143,7 @@ class Request:
     """A request for a plan: the model, its configuration, the GPUs and nodes, the flags.
 
     `model` is the user's text, empty for a configuration without a name. `config` is None until
-    it is read: until then, the rules check only what does not depend on the configuration.
+    it is read: until then, the rules know only the config.json of a local model.
     `accelerate_config` is the user's Accelerate YAML, None if the user gives none.
     """
 
@@ -184,7 +184,9 @@ class Request:
         if not known and self._asked.explicit("model_name_or_path"):  # the file of --config names the model
             model = []
         data = [] if self._asked["dataset_name"] else ["--dataset_name", "YOUR_DATA"]
-        words = ["--recipe", entry.name, *model, *self._with({**flags, **entry.flags, **batch}), *data]
+        lora = entry.run["use_peft"] and not entry.run.explicit("learning_rate")
+        rate = {"learning_rate": 2e-4} if lora else {}  # Hu et al. 2021, and for QLoRA Dettmers et al. 2023
+        words = ["--recipe", entry.name, *model, *self._with({**rate, **flags, **entry.flags, **batch}), *data]
         yaml = ["--accelerate_config", self.accelerate_config] if self.accelerate_config else []
         if self.nodes == 1:
             return shlex.join(["recipes", "train", *yaml, "--num_processes", str(self.num_processes), *words])
@@ -219,8 +221,8 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
 def _names(request: Request, recipe: str | None) -> list[str]:
     """Return the recipes to plan: `recipe`, or the recipe in flags or --config, or _FASTEST_FIRST.
 
-    An Accelerate YAML replaces a recipe's engine, so recipes that only choose an engine are left
-    out if a YAML is given. On one GPU `sharded` is left out, because there is nothing to shard.
+    An Accelerate YAML replaces a recipe's engine, so the recipes that shard or offload are left out
+    if a YAML is given. On one GPU `sharded` is left out, because there is nothing to shard.
     """
     if recipe:
         return [recipe]
@@ -343,10 +345,9 @@ def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str
     """Yield changes in the order to try: recipe, flags (None drops a flag), and cost in time."""
     checkpointed = {"gradient_checkpointing": True}
     lora = {**checkpointed, "use_peft": True}
-    # Hu et al. 2021; for QLoRA Dettmers et al. 2023
-    rate = {} if asked.explicit("learning_rate") or asked["use_peft"] else {"learning_rate": 2e-4}
-    qlora = {**lora, "load_in_4bit": True, **(rate and {"learning_rate": 1e-4 if parameters > 13e9 else 2e-4})}
-    in_16_bits = {**lora, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16", **rate}
+    slow = parameters > 13e9 and not asked.explicit("learning_rate")  # Dettmers et al. 2023
+    qlora = {**lora, "load_in_4bit": True, **({"learning_rate": 1e-4} if slow else {})}
+    in_16_bits = {**lora, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16"}
     recomputed = "a third more compute (two forward passes)"
     shared = "parameters are gathered, and gradients scattered, in every micro-batch"
     several = asked.world_size > 1  # one GPU has nothing to shard
@@ -362,7 +363,7 @@ def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str
     yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam is not slower in published figures"
     yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"
     yield "memory_zero3", {"optim": None}, f"{recomputed}; Adam and parameters on the host: {{host}}"
-    yield "standard", {**lora, **rate}, "none: frozen weights save as much as the second forward pass costs"
+    yield "standard", lora, "none: frozen weights save as much as the second forward pass costs"
     if not asked["load_in_4bit"]:  # frozen weights are not in 4 bits already
         yield "standard", in_16_bits, "none; frozen weights in 16 bits"
         if several:

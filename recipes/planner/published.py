@@ -1,4 +1,4 @@
-"""Published facts about a GPU and its node: the CUDA context, PCIe, and Adam on the host."""
+"""Published or measured facts about a GPU and its node: CUDA context, PCIe, Adam on the host."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ _MIB = 1 << 20
 # two-way figure in NVIDIA's data sheets. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S: Gen4,
 # 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
 _PCIE = {7: 16e9, 8: 32e9}
-# Adam on the host, seconds per parameter and node. DeepSpeed's author reports 8.2 s for 11.6B in
-# github.com/deepspeedai/DeepSpeed/pull/735. issues/6834 reports 10 s for 18B on each node.
+# Adam on the host, in seconds for each parameter that a node updates. DeepSpeed's author reports
+# 8.2 s for 11.6B in github.com/deepspeedai/DeepSpeed/pull/735; issues/6834, 10 s for 18B on a node.
 ADAM_SECONDS = 8.2 / 11.6e9
 
 

@@ -34,7 +34,7 @@ def divided() -> int:
 
 
 def compile_layers(model: torch.nn.Module, kind: str) -> None:
-    """Replace the forward of each layer in a list of equal layers. Lists inside a layer stay.
+    """Replace the forward of each layer in a list of equal layers, except in lists inside a layer.
 
     Models of one `kind` differ only in how many layers they have, and share the halves of layers.
     """

@@ -227,7 +227,7 @@ def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:
     the sum both ways in every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
     `async_inplace_copy_grad_to_fp32_buffer_from_gpu` in stage_1_and_2.py, `partition_grads` in
     stage3.py). Updated parameters return once, offloaded ones for every forward and backward. FSDP2
-    sends fp32: shards, and gradients per micro-batch (`all_gather_inputs` of _fsdp_param.py).
+    moves fp32 shards for each pass, and fp32 gradients per micro-batch (`all_gather_inputs`).
     """
     fsdp = run.engine.kind == "fsdp"
     width = FP32 if fsdp or not (run["bf16"] or run["fp16"]) else HALF

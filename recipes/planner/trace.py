@@ -249,7 +249,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
 
 
 def _with_adapters(model: torch.nn.Module, adapters: Adapters) -> torch.nn.Module:
-    """Add LoRA as launch/training/model.py does: freeze, cast and quantise the same weights."""
+    """Add LoRA as launch/training/model.py does, except that a classifier's head stays frozen."""
     from peft import LoraConfig, get_peft_model
 
     if adapters.four_bits:
@@ -278,8 +278,8 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
 
 
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int] | None:
-    """Return the layers of two shallow models to trace, and how many pieces the first one lacks of
-    the deep model. None if no kinds of layers repeat, or the second would not be shallower.
+    """Return the layers of two shallow models to trace, and how many more pieces the deep model has
+    than the first one. None if no kinds of layers repeat, or the second would not be shallower.
 
     A piece is a group of layers that repeats up to the last layer: one layer, or six in Gemma 3.
     Other layers may come before, such as dense layers before experts. The first shallow model has
@@ -423,7 +423,7 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
     the earliest possible allocation, to 1, the latest. Raises `ValueError` if operations differ, or
-    if a tensor's release is not linear in the number of pieces, and in the index of its piece.
+    if the time of a release is not linear both in the number of pieces and in its piece's index.
     """
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward

@@ -148,11 +148,8 @@ def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
     """Return the problem of an evaluation without a test split. `has` says which splits exist."""
     slices = "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"
-    return Problem(
-        "dataset_test_split",
-        f"there is nothing to evaluate on: {has}, no test and no validation",
-        f"{_SPLIT_FILES if streams else slices}, or --eval_strategy no",
-    )
+    what = f"there is nothing to evaluate on: {has}, no test and no validation"
+    return Problem("dataset_test_split", what, f"{_SPLIT_FILES if streams else slices}, or --eval_strategy no")
 
 
 # --- The model's folder ---------------------------------------------------------------------------
@@ -330,7 +327,7 @@ def attention_fits_the_machine(run):
     elif flash and card < (8, 0):
         what = f"needs compute capability 8.0 or higher: {here}"
     elif flash == 3 and card[0] > 9:
-        what, fix = f"FlashAttention 3 has kernels only for Hopper: {here}", "flash_attention_2 or flash_attention_4"
+        what, fix = f"FlashAttention 3 does not train on this GPU: {here}", "flash_attention_2 or flash_attention_4"
     elif flash > 2 and card[0] < 9:
         what, fix = f"FlashAttention {flash} is not written for GPUs before Hopper: {here}", "flash_attention_2"
         say = advice if run.place.is_elsewhere or has_kernels else Problem
@@ -364,7 +361,7 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
 
 
 def _layers_of_base(cls: type) -> Sequence[str]:
-    """The layer classes of the model without a head, for a class that names none; or empty."""
+    """The `_no_split_modules` of the model without a head, for a class that has none; or empty."""
     from transformers import AutoModel
 
     config = getattr(cls, "config_class", None)

@@ -39,7 +39,7 @@ _ON_GPUS = 'Check the run for GPUs: recipes check --gpu "H100 80GB"'
 
 @rule
 def single_engine_starts_one_process(run):
-    """`distributed_type: 'NO'` and `MULTI_CPU` start one process, whatever --num_processes says."""
+    """`NO`, and `MULTI_CPU` without mpirun_config, start one process despite --num_processes."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
         what = f"{run.engine.raw.get('distributed_type') or 'NO'} starts one process, but the run has {run.world_size}"
         is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
@@ -161,7 +161,7 @@ def ddp_settings_need_ddp(run):
 
 # --- The Accelerate YAML --------------------------------------------------------------------------
 
-# Section -> the distributed type that the section is for; None if a rule accepts it for any type.
+# Section -> the distributed type that reads it; None: the rules allow the section with every type.
 _SECTIONS = {
     "deepspeed_config": "deepspeed",
     "fsdp_config": "fsdp",
@@ -171,7 +171,7 @@ _SECTIONS = {
     "fp8_config": None,
     "megatron_lm_config": "megatron_lm",
 }
-# `accelerate config` itself writes keys into these sections that its launcher ignores: only advice.
+# In these sections, `accelerate config` itself writes keys that the launcher ignores: only advice.
 _LOOSE_SECTIONS = ("fp8_config", "megatron_lm_config")
 
 

@@ -63,7 +63,7 @@ advice = partial(Problem, severity="advice")
 
 
 def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem:
-    """Return an error about a missing package, or advice if the run goes to another machine."""
+    """Return an error about a missing package, or advice if another machine will train."""
     what = what or f"needs the package {package}"
     if run.place.is_elsewhere:
         return advice(subject, f"{what}, which is not installed here", f"install {package} where the job runs")

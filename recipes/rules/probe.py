@@ -390,29 +390,30 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """Return a problem about the first setting in the error's message that the user wrote. If there
-    is none, it is about the first key in `content` that the message names by key or value, or else
-    about the YAML or JSON `file`; without a `file`, about the first setting in `about` ("a b c")
-    that the user wrote, or else about a named setting or TrainingArguments.
+    """Return a problem about the first setting in the error's message that the user wrote. Else,
+    with a `file`: about the first key in `content` that the message names by key or value, or the
+    file itself. Else, without a `file`: about the first setting in `about` ("a b c") that the user
+    wrote, then about a setting that the message names, then about TrainingArguments.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)
     choice = "use one of the values that the message names" if lists else ""
     what, words = f"{text[:400]} ({type(error).__name__})", re.findall(r"\w+", text)
-    spelled = [name for word in words for name in (word, f"dataloader_{word}", f"ddp_{word}")]
+    spelled = [name for word in words for name in (word, f"dataloader_{word}", f"ddp_{word}", f"{word}_strategy")]
     named = [name for name in spelled if name in legal.trainer_fields()]
-    subject = next(filter(run.explicit, named), "")
+    written = [*dict.fromkeys(filter(run.explicit, named))]
     named = [name for name in named if name in words or name.startswith("dataloader_")]
-    if not subject and file:
+    if not written and file:
         items, lower = list(_items(content or {})), {word.lower() for word in words if not word.isdigit()}
         named = [key for key, _ in items if any(key == word or key.endswith(f"_{word}") for word in lower)]
         named += [key for key, value in items if str(value).lower() in lower]
         fix = f"{choice}, in {file}" if choice else f"correct {file}"
         return Problem(next(iter(named), Path(file).name), what, fix, file)
-    subject = subject or next((name for name in about.split() if run.explicit(name)), "")
+    subject = next(filter(run.explicit, [*written, *about.split()]), "")
     subject = subject or next((name for name in named if "_" in name), "")
     if subject:
-        return Problem(subject, what, f"{choice or 'use another value'}, or leave it out", run.setting(subject).source)
+        fix = f"change {' or '.join(written)}" if written[1:] else f"{choice or 'use another value'}, or leave it out"
+        return Problem(subject, what, fix, run.setting(subject).source)
     files = [name for name in ("deepspeed", "fsdp_config", "accelerator_config") if run.explicit(name)]
     fix = f"correct the content of --{files[0]}" if files else "leave out the flags that the message is about"
     return Problem("TrainingArguments", what, fix, "transformers")

@@ -186,7 +186,7 @@ def _package(setting: str, needed: Condition, module: str, distribution: str) ->
         if needed(run) and not available(run, module):
             yield missing(run, setting, distribution)
 
-    return Rule(f"{setting}_has_{module}", "The run ends in an ImportError once model and data are loaded.", judge)
+    return Rule(f"{setting}_has_{module}", "The run ends in an ImportError when it needs the package.", judge)
 
 
 # --- What else is wrong ---------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def _fine_tunes(run: RunSpec) -> bool:
 
 
 def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
-    """The bounds outside which AdamW's learning rate gets advice; and rates inside, from papers."""
+    """Return AdamW's lowest and highest rate without advice, and the rates that papers use."""
     if run["use_peft"]:
         return 1e-4, 1e-3, "LoRA: Hu et al. 2021 use 2e-4 to 5e-4, Dettmers et al. 2023 use 1e-4 to 2e-4"
     return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 use 2e-5 to 5e-5, Touvron et al. 2023 use 2e-5"

@@ -138,7 +138,7 @@ def names_with_a_fix() -> set[str]:
 
 
 def belongs(name: str) -> str:
-    """Return what to write instead of an unknown name, or where; empty if no fix is known."""
+    """Return the name to write instead of an unknown name, or where to set it; else empty."""
     if name in legal.names("ddp") and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")

@@ -46,8 +46,8 @@ def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
 
 def of_model(name: str | None, revision: str = "main") -> str | None:
     """Hash a local folder's weights, configuration and tokenizer. For a model on the Hub, return
-    `commit` and the revision, if it is a commit, or else the commit that the local cache holds for
-    it. None without a model, if the commit is unknown, or if a file cannot be read.
+    `commit HASH`: the revision if it is a commit hash, else the commit that the local cache has for
+    the revision. None without a model, if the commit is unknown, or if a file cannot be read.
     """
     if not name:
         return None

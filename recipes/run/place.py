@@ -19,10 +19,10 @@ class Place:
 
     `world_size` counts all processes, `local_world_size` the processes of one node. If another
     machine will train, `packages` are those known to be installed there; None means that the run
-    trains here. `yaml` is the engine of the Accelerate YAML that the user names for the
-    launch; None if the user names none. `launched` is True in a launched process of
-    train.py, whose environment shows the engine that the launcher has set up. `trained_by` is
-    train.py, the user's own script, or nobody for a plan, which needs neither a model nor data.
+    trains here. `yaml` is the engine of the Accelerate YAML that the user names for the launch, or
+    None. `launched` is True in a launched process of train.py: its environment then shows the
+    engine that the launcher has set up. `trained_by` is train.py, the user's own script, or nobody
+    for a command that trains nothing, such as `recipes plan`, `show`, `generate` or `merge`.
     """
 
     world_size: int
@@ -82,7 +82,7 @@ def launch_yaml(recipe: Recipe, deepspeed: object) -> Path:
 
 def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine:
     """The engine that trains or, for the user's own script, the engine to launch the script with.
-    `given` are the values that the user wrote.
+    `given` are the values that the user wrote. Raises `UserError` if a YAML cannot be read.
 
     The launch sets up an engine. train.py replaces that engine in two cases: the user gives
     `--deepspeed` or `--fsdp`; or the recipe shards or offloads, and the launch is plain DDP or one

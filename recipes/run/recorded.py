@@ -1,9 +1,9 @@
 """Reads the settings of an earlier run from its run.json, to train the run once more.
 
-The values that the user wrote are given again, and the other values are derived from them. If a
-derived value would now differ (another library version, a limit of the model, a micro-batch that
-`--fit` found), the recorded value is given too. Exceptions: secrets, settings for one start, paths,
-values that are illegal here, and values that another machine decided.
+The new run gets the values that the user wrote, except secrets and settings for one start. The
+other values are derived again. If one would now differ (another library version, a limit of the
+model, a micro-batch that `--fit` found), the new run gets the recorded value, unless the value is
+a secret, a path or illegal here, or another machine decided it.
 """
 
 import json

@@ -15,11 +15,11 @@ from recipes.scaling.analyse import Series, Size, Spread, spread
 from recipes.scaling.causes import WORTH_NAMING, Cause, megabytes, milliseconds, wire_time
 from recipes.scaling.timings import Timing, of_median, together
 
-# Accumulation is advised until communication is at most this share of a step.
+# The advised accumulation lowers communication to at most this share of a step.
 _SMALL_COMMUNICATION = 0.10
 _MOST_ACCUMULATION = 64
 _LOG_LESS, _SAVE_LESS = 10, 5  # times less often
-_AS_FAST = 1.02  # a smaller gain is within the noise of the repeats
+_AS_FAST = 1.02  # a smaller gain is printed as "as fast"
 _CLOSE = 0.05  # a prediction counts as right if it is off by at most this share
 BEFORE = "before"  # marks the runs without a change, with which the change is compared
 
@@ -120,8 +120,8 @@ def _volume_bound(row: Timing, waits: float) -> bool:
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     """Yield the smallest accumulation that brings communication to a tenth of a step.
 
-    The global batch grows with the accumulation. Yield nothing beyond `_MOST_ACCUMULATION`, or if a
-    step synchronises more than once, because each micro-batch would then add a synchronisation.
+    The global batch grows with the accumulation. Yield nothing above `_MOST_ACCUMULATION` times the
+    present accumulation, or if a step synchronises more than once: each micro-batch would add one.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
     each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command

@@ -66,7 +66,7 @@ class Series:
     sizes: tuple[Size, ...]
     rows: tuple[Timing, ...]
     fixed: bool  # True if the work of a step or epoch is the same at every size
-    serial_fraction: float | None = None  # of Amdahl's law; None for fewer than three sizes, or if they break the law
+    serial_fraction: float | None = None  # of Amdahl's law; None if not `fixed`, or as `_serial_fraction` says
 
     @property
     def title(self) -> str:

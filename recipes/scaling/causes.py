@@ -105,7 +105,7 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """Return why no cause is named: "noise" if noise may hide it, else `reason`; "" if one is."""
+    """Return "noise" if noise may hide the largest loss, "" if a cause is named, else `reason`."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "noise"
@@ -182,7 +182,7 @@ class Training:
                 self._alone.setdefault(row.global_batch, []).append(row)
 
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
-        """Return the uncertainty of a cause's loss, as a share of a step; 0 without repeats."""
+        """Return a loss's uncertainty as a share of a step; 0 for HIDDEN, or without repeats."""
         if key not in AGAINST_A_REFERENCE:
             return of_median(_values(key, repeats))
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)
@@ -234,7 +234,7 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
-    """Split the lost time among the factors by their logarithms, so that the parts add up."""
+    """Split the lost computing time among the factors by their logarithms: the parts add up."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
@@ -281,7 +281,7 @@ def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
 
 
 def _computing(row: Timing) -> float | None:
-    """Return a step's seconds without communication (of one process: all); None if unknown."""
+    """Return the seconds that a step computes, without communication; None if they are unknown."""
     if row.no_sync_step:
         return row.no_sync_step
     if row.num_processes > 1 or row.forward is None or row.backward is None:

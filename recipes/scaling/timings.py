@@ -57,7 +57,7 @@ class Timing:
     logging: float | None = None
     saving: float | None = None  # checkpoints and evaluations
     other: float | None = None
-    data_wait_max: float | None = None  # of the slowest process
+    data_wait_max: float | None = None  # of the process that waits longest
 
     # The time of a step without gradient synchronisation, of the median and of the slowest process.
     # Of two processes, the faster one counts as the median: a mean would make both look slow.

@@ -107,3 +107,8 @@ def test_recipes_generate_refuses_a_classifier_which_recipes_evaluate_accepts(ti
     assert code == 2 and "holds a classifier" in said
     code, said = answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)
     assert code == 0 and "eval_accuracy" in said
+    data.write_text(data.read_text().replace('"b"', '"a"'))
+    code, said = answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)
+    assert code == 2 and "has a, but the model knows only b, g" in said
+    (tmp_path / "out" / "config.json").unlink()
+    assert "its run has not ended. Fix: " in answered(capsys, "evaluate", tmp_path / "out")[1]

@@ -47,7 +47,8 @@ def workspace(empty, monkeypatch):
 
 
 def test_submit_azureml_sends_the_job_that_a_dry_run_shows_and_no_outputs_folder(workspace):
-    assert main(TWO_NODES) == 0
+    Path("config.json").write_text(json.dumps({**NAMES, "workspace_name": "another"}))
+    assert main([*TWO_NODES[:2], "--workspace_name", "lab", *TWO_NODES[2:]]) == 0
     (body,) = workspace.jobs.values()
     assert main([*TWO_NODES[:-3], "--dry_run", "--output", "mine.yaml", *TWO_NODES[-3:]]) == 0
     shown = sent(Path("mine.yaml"))

@@ -66,6 +66,6 @@ def test_a_best_step_without_a_checkpoint_is_warned_of_and_the_last_model_is_sav
     flags = f"--eval_strategy steps --eval_steps 1 --save_steps 2 --max_steps 2 {SPLIT} --learning_rate 1e-3".split()
     outcome = train_here(tiny_model, texts, tmp_path, *flags, *FIRST_IS_BEST)
     assert "is 2: fewer models are saved than evaluated" in outcome.output
-    assert "of step 2: the checkpoint of the best step (1) was not found" in outcome.output
+    assert "of step 2: the checkpoint of the best step (1) was not loaded" in outcome.output
     assert outcome.record["eval_loss"] == evaluated(outcome)[2][0]
     assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))

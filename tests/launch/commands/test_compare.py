@@ -6,7 +6,7 @@ import re
 import pytest
 
 from launch.cli import main
-from launch.commands.compare import differences, noise_can_make, other_training, results
+from launch.commands.compare import _less_is_better, differences, noise_can_make, other_training, results
 from launch.output.record import FIELDS
 from recipes.catalog import RECIPES
 from tests.support.running import ROOT, SCRIPT, train_here
@@ -149,6 +149,7 @@ def test_a_slower_step_time_within_the_noise_is_marked(times, marked):
 def test_compare_requires_one_run_that_meets_every_target(runs, answer):
     losses = {name: of(runs, name)["eval_loss"] for name in ("plain", "changed")}
     better, worse = sorted(losses, key=losses.__getitem__)
+    assert _less_is_better("eval_mse") and not _less_is_better("eval_accuracy")
     targets = ["--target", "eval_loss", losses[better], "--target", "global_step", "5"]
     code, printed = answer("compare", runs / better, runs / worse, runs / "diverged", *targets)
     assert code == 0 and f"all targets are met by {better}\n" in printed

@@ -98,7 +98,8 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     tokenizer = load_tokenizer(run)
     classes = record.get("classes") or known_classes(run, tokenizer)
     data = load_data(run, tokenizer, classes)
-    if data.labels and data.problem_type != "regression" and (unknown := sorted({*data.labels} - {*classes})):
+    unknown = sorted({*(data.labels or ())} - {*classes}) if data.problem_type != "regression" else []
+    if classes and unknown:
         what = f"has {', '.join(unknown[:5])}, but the model knows only {', '.join(classes)}"
         raise mistake("dataset_label_field", what, "write the model's names of the classes in this column")
     print(f"{name}, split {run['dataset_test_split']}: {data.eval}")

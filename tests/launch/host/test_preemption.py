@@ -36,10 +36,10 @@ def flags(tiny_model, texts):
 
 
 def assert_resumable(output: Path) -> int:
-    """Preempted, with a valid checkpoint of its last step and no final model; returns that step."""
+    """Stopped, with a valid checkpoint of its last step and no final model; returns that step."""
     newest, damaged = newest_valid(output)
     assert newest is not None and not damaged
-    assert read_record(output)["status"] == "preempted"
+    assert read_record(output)["status"] in ("preempted", "interrupted")
     assert not (output / "model.safetensors").exists()
     return newest.step
 

@@ -108,7 +108,6 @@ def test_recipes_generate_refuses_a_classifier_which_recipes_evaluate_accepts(ti
     code, said = answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)
     assert code == 0 and "eval_accuracy" in said
     data.write_text(data.read_text().replace('"b"', '"a"'))
-    code, said = answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)
-    assert code == 2 and "has a, but the model knows only b, g" in said
+    assert "the model knows only b, g" in answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)[1]
     (tmp_path / "out" / "config.json").unlink()
     assert "its run has not ended. Fix: " in answered(capsys, "evaluate", tmp_path / "out")[1]

@@ -182,8 +182,10 @@ def test_each_next_step_differs_from_the_request_and_from_the_others_and_saves_m
 
 
 def test_every_next_step_of_a_plan_saves_ram_if_only_ram_is_short():
-    plan = planned("--max_length", "128", config=LARGE, gpu_memory=3, recipe="memory_zero3", host_memory=0.5)
-    assert plan.recipes[0].fits_gpu and plan.next_steps and plan.short_of_ram
+    asked = {"config": LARGE, "gpu_memory": 3, "recipe": "memory_zero3"}
+    plan = planned("--max_length", "128", **asked, host_memory=0.5)
+    enough = planned("--max_length", "128", **asked, host_memory=plan.recipes[0].host_bytes_per_node * 1.1e-9)
+    assert plan.recipes[0].fits_gpu and plan.next_steps and plan.short_of_ram and enough.recipes[0].fits
     for step in plan.next_steps:
         saved = plan.recipes[0].host_bytes_per_node - step.planned.host_bytes_per_node
         assert step.saves_host_bytes == saved > 0

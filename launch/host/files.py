@@ -88,7 +88,7 @@ def print_without_reader() -> None:
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Make the process exit with the code that `main` returns. Functions registered with `atexit`
-    are called, but the objects of torch are not freed one by one, which takes 2 s.
+    are called, but the objects of torch are not freed one by one.
     """
     codes: list[int] = []
     atexit.register(lambda: codes and os._exit(codes[0]))  # the function registered first is called last

@@ -246,10 +246,10 @@ def several(record: Json) -> str:
 
 
 def _status(error: BaseException, folder: Path) -> str:
-    if isinstance(error, KeyboardInterrupt) or "by SIGINT" in str(error):
-        return "interrupted"
     if isinstance(error, Preempted):
-        return "preempted"
+        return "interrupted" if "SIGINT" in str(error) else "preempted"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     return "out_of_memory" if ran_out(error) or (folder / OUT_OF_MEMORY).exists() else "failed"
 
 

@@ -28,9 +28,7 @@ def place(tiny_model, texts, tmp_path, monkeypatch):
     return then
 
 
-MATERIAL = (
-    "--model_name_or_path tiny --dataset_name texts.jsonl --max_length 64 --max_steps 3 --logging_steps 1".split()
-)
+MATERIAL = "--model_name_or_path tiny --dataset_name texts.jsonl --max_steps 3 --logging_steps 1".split()
 
 
 def recorded(folder: Path, *flags: str, launcher: str = "", yaml: Path | None = None, processes: int = 1) -> Path:
@@ -136,21 +134,23 @@ def test_rerun_reports_no_difference_for_the_same_model_and_data_at_another_path
     assert code == 0 and ": nothing differs here" in said and str(moved["tiny"]) in script
 
 
-def test_rerun_with_more_processes_keeps_the_global_batch(place, capsys):
-    code, script, said = dry(capsys, recorded(place / "out"), "--num_processes", "2")
+def test_rerun_repeats_the_recorded_micro_batch_and_with_more_processes_keeps_the_global_batch(place, capsys):
+    folder = recorded(place / "out")
+    content = json.loads((folder / "run.json").read_text())["settings"]
+    content["per_device_train_batch_size"]["value"] = 2  # as if an earlier version had split the batch otherwise
+    change(folder, settings=content)
+    assert "batch 2 x 8 x 1 = 16" in dry(capsys, folder)[1]
+    code, script, said = dry(capsys, folder, "--num_processes", "2")
     assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script
     assert "world_size 1 2" in said and "gradient_accumulation_steps" not in said
 
 
-# --- Where it writes ------------------------------------------------------------------------------
+# --- Its folder and its files ---------------------------------------------------------------------
 
 
 def test_rerun_refuses_the_output_dir_of_the_recorded_run(place, capsys):
     code, _, said = dry(capsys, recorded(place / "out"), "--output-dir=../then/out")
     assert code == 2 and "is the folder of the recorded run" in said
-
-
-# --- Files ----------------------------------------------------------------------------------------
 
 
 def test_rerun_lists_a_changed_recipe_file_and_keeps_the_recorded_values(place, capsys):

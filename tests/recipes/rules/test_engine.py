@@ -102,7 +102,7 @@ CASES = {
         on_gpus("--gradient_checkpointing", yaml=version_2("fsdp_activation_checkpointing: false"))),
 }  # fmt: skip
 
-# rule, another run in which it fires, a part of the subject
+# rule, another run in which it fires, a part of the subject or of the Fix
 ALSO_FIRES = [
     ("each_process_has_a_gpu", on_gpus("--recipe baseline"), "num_processes"),
     ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="standard.yaml"), "recipe"),
@@ -113,7 +113,7 @@ ALSO_FIRES = [
     ("fsdp_needs_ranks_with_gpus", Run("--recipe baseline --fsdp full_shard"), "fsdp"),
     ("yaml_keys_are_known", Run(yaml=yaml("MULTI_GPU", "static_graph: true")), "static_graph"),
     ("yaml_keys_are_known", Run(yaml=yaml("FSDP", "parallelism_config:", "  tp_size: 2")), "tp_size"),
-    ("no_is_quoted", Run(yaml=yaml("NO")), "distributed_type"),
+    ("no_is_quoted", Run(yaml=yaml("NO")), "distributed_type: 'NO'"),
     ("sixteen_bits_are_trained_by_a_stage", Run("--bf16", yaml=deepspeed("zero_stage: 0")), "zero_stage"),
     ("tensor_parallelism_fits_the_run",
      Run(f"{DS} {CLASSIFY} --eval_strategy epoch", files=TWO, world=2), "eval_strategy"),

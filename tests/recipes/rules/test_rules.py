@@ -53,10 +53,10 @@ def test_each_rule_reports_nothing_for_the_nearest_legal_run(name, tmp_path, mon
     assert not run.problems
 
 
-@pytest.mark.parametrize(("name", "run", "subject"), ALSO_FIRES, ids=lambda value: getattr(value, "argv", value))
-def test_each_rule_fires_in_its_further_cases(name, run, subject, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "run", "part"), ALSO_FIRES, ids=lambda value: getattr(value, "argv", value))
+def test_each_rule_fires_in_its_further_cases(name, run, part, tmp_path, monkeypatch):
     found = list(BY_NAME[name](run.resolve(tmp_path, monkeypatch)))
-    assert [problem for problem in found if subject in problem.subject]
+    assert [problem for problem in found if part in f"{problem.subject}, {problem.fix}"]
 
 
 @pytest.mark.parametrize(("name", "run"), LEGAL_AFTER_ALL, ids=lambda value: getattr(value, "argv", value))

@@ -113,11 +113,11 @@ def compared(rule: str, without: float, beside: str = ""):
     return compare(Judgement(refused), trained(2.5), CASE, [rule], lambda case, rule: trained(without))
 
 
-def test_a_refusal_is_proven_right_if_the_run_without_the_refused_setting_has_the_same_loss():
+def test_the_campaign_calls_a_setting_refused_as_ignored_proven_if_it_leaves_the_loss_unchanged():
     assert compared(RULE, 2.5).proven and not compared(RULE, 2.5).disagreement
 
 
-def test_a_refusal_is_a_disagreement_if_the_run_without_the_refused_setting_has_another_loss():
+def test_the_campaign_reports_a_setting_refused_as_ignored_that_changes_the_loss():
     assert RULE in compared(RULE, 2.4).disagreement
     assert RULE in compared(RULE, 2.4, beside=AT_ITS_WORD).disagreement
 

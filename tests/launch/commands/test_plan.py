@@ -42,7 +42,7 @@ class LooksAtItsData(LlamaForCausalLM):
         return super().forward(input_ids[:, : input_ids.max().item() + 1], **others)
 
 
-def test_plan_recommends_recipes_fit_if_the_model_cannot_be_traced(said, monkeypatch):
+def test_plan_recommends_the_fit_command_for_a_model_that_cannot_be_traced(said, monkeypatch):
     AutoConfig.register(LooksAtItsDataConfig.model_type, LooksAtItsDataConfig)
     AutoModelForCausalLM.register(LooksAtItsDataConfig, LooksAtItsData)
     monkeypatch.setitem(MODELS, "untraceable", LooksAtItsDataConfig(**SHAPE))

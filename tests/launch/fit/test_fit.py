@@ -72,7 +72,7 @@ def test_fit_rejects_a_micro_batch_too_large_for_one_rank_and_later_runs_reuse_f
 
 
 @pytest.mark.slow
-def test_recipes_fit_searches_without_training(training, tmp_path):
+def test_the_fit_command_finds_the_micro_batch_and_does_not_train(training, tmp_path):
     one = ["1" if word == "4" else word for word in training[2:]]
     words = ["-m", "launch", "fit", "--num_processes", "1", *one, "--output_dir", str(tmp_path), "--lora_r", "4"]
     done = run([sys.executable, *words, "--memory_limit", "2"], tmp_path, cwd=ROOT)

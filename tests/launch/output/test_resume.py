@@ -407,7 +407,7 @@ def test_a_requeued_run_with_resume_from_checkpoint_continues_at_its_own_newest_
     assert again.identity == read_record(folder)["run"]
 
 
-def test_a_run_without_own_checkpoints_or_with_a_new_seed_restarts_at_resume_from_checkpoint(begun, begun_run, found):
+def test_resume_from_checkpoint_starts_a_run_that_has_no_checkpoint_or_another_seed(begun, begun_run, found):
     (folder, named), start = begun, begun_run / "whole" / "checkpoint-2"
     assert found(folder, *other("--seed", "7"), *named).checkpoint == start
     assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == start

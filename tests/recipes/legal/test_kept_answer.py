@@ -55,7 +55,7 @@ def home(first, tmp_path):
     return tmp_path / "hf"
 
 
-def test_two_concurrent_processes_read_the_same_settings_and_only_one_prints_why_it_is_slow(first):
+def test_of_two_processes_after_an_install_only_one_explains_why_the_first_check_is_slow(first):
     (output, errors), (other, others_errors) = first[1]
     assert output == other != ""
     (line,) = (errors + others_errors).splitlines()

@@ -250,7 +250,7 @@ def torchrun_arguments(file: Path):
     return args
 
 
-def test_num_processes_3_on_two_machines_starts_one_process_per_machine(write_yaml):
+def test_accelerate_starts_only_two_of_three_processes_on_two_machines_and_a_rule_refuses_it(write_yaml):
     address = ["main_process_ip: 127.0.0.1", "main_process_port: 29876"]
     file = write_yaml("MULTI_GPU", "num_machines: 2", *address, processes=3)
     args = torchrun_arguments(file)

@@ -200,7 +200,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("row", SILENT)
-def test_settings_that_rules_report_silently_change_trainers_steps_or_checkpoints(row, tmp_path):
+def test_trainer_changes_its_steps_or_checkpoints_without_a_warning_and_a_rule_reports_it(row, tmp_path):
     settings, steps, checkpoints = SILENT[row]
     assert train(tmp_path, **settings).state.global_step == steps
     assert len(list(tmp_path.glob("checkpoint-*"))) == checkpoints

@@ -2,7 +2,7 @@
 
 The module of a command has a function `add_parser(commands)`, which adds the command's parser to
 argparse's `commands`. This parser sets `run`, the function that carries out the command. `run` gets
-the parsed options, and train.py's flags: the arguments after `--`, or unknown to the parser.
+the parsed options, and train.py's flags: arguments that follow `--` or are unknown to the parser.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def _require_known(rest: list[str], parser: Parser, command: Command) -> None:
     """Raise `UserError` for an argument of `rest` that the command does not know.
 
     If the command accepts train.py's flags too, the rules check those flags, and report all
-    mistakes at once. Here, only a flag that most resembles one of the command's own is refused.
+    mistakes at once. Here, a flag is refused only if the most similar flag is the command's own.
     """
     known, is_submit = set[str](), "submit" in parser.prog
     if rest and (command.train_flags or is_submit):
@@ -151,7 +151,7 @@ def _no_command(name: str) -> UserError:
 
 
 def _parser(name: str, command: Command) -> Parser:
-    """Return the parser of `recipes` with all commands of this command's modules as subcommands."""
+    """Return the parser of `recipes`, with every subcommand that this command's modules add."""
     parser = Parser("recipes", usage=_USAGE)
     commands = parser.add_subparsers(prog="recipes", required=True, metavar="COMMAND")
     modules = [import_module(module) for module in command.modules]

@@ -44,7 +44,7 @@ def value_text(value: object) -> str:
 
 
 def finish_printing() -> None:
-    """Flush stdout. If its reader has gone, drop the output, or Python would exit with 120."""
+    """Flush stdout. If its reader has gone, drop the output: else Python would exit with 120."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""The recipes. `baseline` and `standard` stand alone. The others are a base with changes.
+"""The recipes. `baseline` and `standard` stand alone. The others are a base recipe with changes.
 
 A setting is a pair `(value, reason)`. If the value depends on the machine or on other settings, a
 small function takes the run and returns the pair. `recipes show` prints every value with its
@@ -40,7 +40,7 @@ class Recipe:
         return Recipe(name, purpose, changes, base=self)
 
     def stated(self, name: str) -> tuple[Recipe, Value] | None:
-        """Return the recipe that sets `name` (this or a base) and the value; or else None."""
+        """Return the recipe (this one or a base) that sets `name`, and the value; None if unset."""
         if name not in self.changes:
             return self.base.stated(name) if self.base else None
         value = self.changes[name]

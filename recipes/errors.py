@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Problem:
     """One finding about a run. An `error` stops the run, an `advice` does not.
 
-    `subject` is the name of a flag, a YAML key, a file or a variable. `source` says where its value
-    comes from, such as `command line`, a file or `library default`.
+    `subject` is the name of a flag, a YAML key, a file or a variable. `source` says where the
+    subject's value comes from, such as `command line`, a file or `library default`.
     """
 
     subject: str
@@ -47,7 +47,7 @@ def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserErr
 
 
 def raise_errors(found: list[Problem]) -> list[Problem]:
-    """Return the advice in a list of problems. Raises `UserError` with every error in it."""
+    """Return the advice in a list of problems. Raises `UserError` with every error in the list."""
     if errors := [problem for problem in found if problem.severity == "error"]:
         raise UserError(*errors)
     return found

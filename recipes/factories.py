@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def recipe(name: str):
-    """Return the factory of a recipe. `name` is a shipped recipe, or the file of your own.
+    """Return the factory of TrainingArguments for the recipe `name`, shipped or in your own file.
 
     Raises `UserError` if there is no such recipe, or if its file has a mistake.
     """

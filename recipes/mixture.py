@@ -1,7 +1,7 @@
 """The sources of a run's data: one source, or the parts of a mixture with their weights.
 
-For one source, `dataset_name` is a text. For a mixture it is a list of texts or, in a file of
-settings, a list of entries with the fields of a `Part`.
+For one source, `dataset_name` is a text. For a mixture it is a list of texts or, in a --config
+file, a list of entries with the fields of a `Part`.
 """
 
 import glob
@@ -60,7 +60,7 @@ def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
 def checked(entries: list[Any]) -> str | list[Any]:
     """Check and return a list for `dataset_name`. A list of one plain name becomes that name.
 
-    Raises `ValueError` for an empty list, for an illegal entry, or if only some have weights.
+    Raises `ValueError` for an empty list, an illegal entry, or if only some entries have weights.
     """
     try:
         parts = parts_of(entries)

@@ -19,7 +19,7 @@ _FLAGS = """
 --accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own
 --num_processes N              processes in all, one per GPU [num_processes of that YAML, or 1]
 --gpu NAME                     check for a machine with one such GPU per process: H100 80GB, L4, ... [this machine]
---azureml FILE                 check a job's YAML for Azure ML, and the training that it starts
+--azureml FILE                 check the YAML of an Azure ML job, and the training that the job starts
 --deep                         also let the installed libraries build the objects of the training (takes seconds)
 """
 
@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def check_run(options: argparse.Namespace, rest: list[str]) -> int:
-    """Print the problems of a run. Return 0, or 2 if the run is not legal."""
+    """Print the problems of a run. Return 0, or 2 if a problem is an error."""
     run, problems = _inspect(options, rest)
     errors = [problem for problem in problems if problem.severity == "error"]
     if options.deep and not errors:

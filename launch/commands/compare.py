@@ -64,8 +64,8 @@ _TRAINING = (
 class Row(NamedTuple):
     """A setting, or another fact about a run, and its value in each of one or more records.
 
-    `part` is the setting's source, in the record where the source is closest to the command line;
-    for other facts, the part of the record. `entries` has a dict per record: value, source, reason.
+    `part` is the setting's source; if the records' sources differ, the closest to the command line.
+    For other facts, it is a group, such as machine. `entries`: value, source, reason, by record.
     """
 
     part: str
@@ -83,10 +83,10 @@ class Row(NamedTuple):
 
 def differences(records: Sequence[Json]) -> list[Row]:
     """Return the differences. Settings come first, and among them the settings that the user typed.
-    Engine, world, contents of data and model, files, code, machine, versions, environment follow.
+    Then engine, processes, contents of data and model, files, code, machine, versions, environment.
 
-    Settings in NO_DIFFERENCE are ignored, and so are other paths to the same contents. A fact that
-    one record lacks is ignored, except a setting, a package or a variable.
+    Settings in NO_DIFFERENCE are ignored, and so are different paths to the same contents. A fact
+    that one record lacks is ignored, except a setting, a package or a variable.
     """
     rows = []
     for name in sorted({name for record in records for name in record["settings"]} - NO_DIFFERENCE):
@@ -110,7 +110,7 @@ def _derivation(source: str) -> tuple[bool, bool, bool]:
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
-    """Return facts that are neither settings nor results. Only a package version may be None."""
+    """Return a run's facts other than settings and results. Only a package version may be None."""
     hardware, world = record.get("hardware") or {}, record.get("world_size")
     gpus, code = hardware.get("gpus"), record.get("code") or {}
     nodes = world // (record.get("local_world_size") or world) if world else None
@@ -142,7 +142,7 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def other_training(rows: Sequence[Row]) -> list[str]:
-    """Return the settings, or else the contents, that make the runs different trainings, if any."""
+    """Return the settings that make the runs different trainings; if none does, data or model."""
     contents = [f"the contents of the {row.name}" for row in rows if row.part == "contents"]
     return [row.name for row in rows if row.name in _TRAINING] or contents
 
@@ -177,7 +177,7 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the differences between two runs or recipes. A recipe is resolved with the number of
-    processes and the global batch of the `options`, or else of the run. Raises `UserError`.
+    processes and the global batch in `options`, or else in the other run. Raises `UserError`.
     """
     names = [options.a, options.b]
     records = {name: recorded.read(name, "RUN") for name in names if _is_run(name)}
@@ -207,7 +207,7 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
     rows, cells = differences(records), _result_rows(records)
     margins = [_margins(metric, value, records) for metric, value in options.target]
     if others := other_training(rows):
-        print(f"these runs train differently, which also changes their results: {', '.join(others)}\n")
+        print(f"these runs train differently ({', '.join(others)}), which also changes their results\n")
     print_settings(names, rows)
     _print_table(["result", *names], [["status", *map(_status, records)], *cells])
     if any(cell.endswith(_BY_NOISE) for row in cells for cell in row):
@@ -277,7 +277,7 @@ def _from(row: Row) -> str:
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Return the first reason of a run for its value. If there are several runs, name that run."""
+    """Return the first reason in `entries`, after its run's name if there are several runs."""
     reasons = [(title, entry.get("reason") or "") for title, entry in zip(titles, entries, strict=True)]
     title, reason = next((pair for pair in reasons if pair[1]), ("", ""))
     return f"{title}: {reason}" if reason and len(reasons) > 1 else reason
@@ -290,7 +290,7 @@ def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = Fals
 
 
 def results(records: list[Json]) -> dict[str, list[float | None]]:
-    """Return losses, evaluation metrics, speed and memory of each run, if any run has the value."""
+    """Return each run's losses, metrics, speed and memory, without values that no run has."""
     numbers = [_numbers(record) for record in records]
     evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
     metrics = sorted(filter(is_figure, evaluated))

@@ -1,4 +1,4 @@
-"""`recipes plan`: print the memory of each recipe on a GPU of any machine, and the best recipe."""
+"""`recipes plan`: print each recipe's memory per GPU, for any machine, and the best recipe."""
 
 import argparse
 import gc
@@ -37,7 +37,7 @@ step: seconds of an optimizer step: compute + exposed communication + offload
 not counted: memory of data loading; savings by torch.compile of a whole model
 how sure: of 21 published values of reserved memory one lies 3.5% above the plan, the others at most
 1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. Of 28 plans for an H200, made
-after its readings, 25 were within 1.6%, two within 5%, and a mixture of experts 8% below (python -m tests.gpu)
+after reading its memory, 25 were within 1.6%, two within 5%, and a mixture of experts 8% below (python -m tests.gpu)
 """
 
 
@@ -84,7 +84,7 @@ def as_json(plan: Plan) -> Json:
 
 
 def _part_as_json(part: object) -> Json:
-    """Return a part of the plan as JSON. A recipe's sums get the names of torch's counters."""
+    """Return a part of the plan as JSON. A recipe's totals are named like torch's counters."""
     content = {name: value for name, value in vars(part).items() if name != "run"}
     if isinstance(part, Planned):
         read = {"memory_allocated": part.components.allocated, "memory_reserved": part.components.reserved}
@@ -128,7 +128,7 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
 
 
 def _print_answers(plan: Plan) -> None:
-    """Print the recommended recipe, and changes that fit without offload, the fastest first."""
+    """Print the recommended recipe, and changes that make offload unnecessary, fastest first."""
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
     whole = [entry for entry in plan.recipes if entry.run.engine.offload_optimizer == "none"]
     if whole and not any(entry.fits for entry in whole):

@@ -25,7 +25,7 @@ recorded run.json holds the old contents of these files.
 
 _FLAGS = """
 FOLDER                    an output folder, or its run.json
---exact                   refuse to start if a difference can change the training, or if the run's own starts differ
+--exact                   refuse to start if a difference can change the training, or if a resume changed the run
 --dry_run                 print the script instead of running it
 --num_processes N         processes in all [as many as recorded]
 --accelerate_config FILE  Accelerate YAML of another engine [the recorded YAML]
@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Repeat a run. Return the exit code. Raises `UserError`; --exact: also for a difference."""
+    """Repeat a run, return the exit code. Raises `UserError`; with --exact, for differences too."""
     record, file = recorded.read(options.folder, "RUN"), recorded.file_of(options.folder).resolve()
     typed = {name: setting.value for name, setting in parse(argv, []).items()}
     if "config" in typed:
@@ -65,8 +65,8 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
             print_note(f"{title(run[name])} may have changed: its contents could not be compared", out)
     refusals = [f"{plural(len(rows), 'difference')} from the recorded run"] if rows else []
     if resumed := several(record):
-        print_note(f"the recorded run was resumed {resumed}, so an uninterrupted rerun is not equal bit for bit", out)
-        refusals.append(f"the recorded run was resumed {resumed}")
+        print_note(f"{resumed}, so an uninterrupted rerun is not equal bit for bit", out)
+        refusals.append(resumed)
     if options.exact and refusals:
         undo = "undo the differences that are listed above, or " if rows else ""
         fix = f"{undo}leave out --exact if the rerun need not be equal bit for bit"
@@ -76,7 +76,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _output_dir(record: Json, file: Path, typed: Settings) -> str:
-    """Return the rerun's output folder. Raises `UserError` for the folder of the recorded run."""
+    """Return the rerun's output folder. Raises `UserError` if it is the recorded run's folder."""
     then = Path(str(record["settings"].get("output_dir", {}).get("value") or file.parent.name))
     output_dir = str(typed.get("output_dir") or Path("outputs", f"{then.name or 'run'}-rerun"))
     if Path(output_dir).resolve() in (file.parent, Path(record.get("folder") or ".", then).resolve()):

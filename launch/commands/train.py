@@ -67,8 +67,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tokenize the data of a run. For each part, print its folder and its numbers of examples and
-    tokens. With --show, also print examples as the training sees them. Raises `UserError`.
+    """Tokenize a run's data. For each part of the data, print the folder and how many examples and
+    tokens it holds. With --show, also print examples as the training sees them. Raises `UserError`.
     """
     StopRequest().listen()
     run = resolve(argv)

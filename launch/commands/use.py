@@ -149,7 +149,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     held = [name for name in ("config.json", "adapter_config.json") if (folder / name).is_file()]
     if not held:
         newest = next((str(path) for path in numbered(folder)), "")
-        fix = f"{newest}, or " * bool(newest) + "train the run to its end: the same command resumes it"
+        fix = f"use {newest}, or " * bool(newest) + "train the run to its end: the command that started it resumes it"
         raise mistake("FOLDER", f"{folder} holds no model, because its run has not ended", fix)
     is_adapter = settings.get("use_peft", {}).get("value") and "config.json" not in held
     if not is_adapter:  # the folder holds a whole model, perhaps a merged one
@@ -169,7 +169,7 @@ def _is_outdated(merged: Path, folder: Path) -> bool:
 
 
 def _record_of(folder: Path) -> Path:
-    """Return the path of a folder's run.json, or of the one above a checkpoint or merged model."""
+    """Return the path of run.json in the folder or, for a checkpoint or merged model, above it."""
     own, around = recorded.file_of(folder), recorded.file_of(folder.parent)
     return around if folder.is_dir() and not own.is_file() and around.is_file() else own
 
@@ -184,7 +184,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
                 raise ValueError(f"the adapter has {plural(len(strange), 'unexpected tensor')} such as {strange[0]}")
         except Exception as error:  # anything: no adapter, other shapes, a damaged file
             what = f"the adapter in {folder} does not fit {run['model_name_or_path']}: {one_line(error)}"
-            raise mistake("FOLDER", what, "give the adapter's base model, and all of the adapter's files") from None
+            raise mistake("FOLDER", what, "use the adapter's own base model, and all files of the adapter") from None
     return model
 
 
@@ -192,7 +192,7 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
 
 
 def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Write the merged model and return 0, or 1 if logits differ too much. Raises `UserError`."""
+    """Merge and write; return 0, or 1 if merging changes logits too much. Raises `UserError`."""
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():
@@ -201,7 +201,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
         raise mistake("FOLDER", f"{folder} {'holds no adapter' if folder.is_dir() else 'does not exist'}", fix)
     if output.exists():
         what = f"{output} exists already{', and is older than the adapter' if _is_outdated(output, folder) else ''}"
-        raise mistake("output", what, f"give --output a new folder, or first remove it with `rm -r {output}`")
+        raise mistake("output", what, f"give --output a new folder, or first run `rm -r {output}`")
     record = recorded.read(_record_of(folder), "FOLDER")
     other = {"model_name_or_path": options.model_name_or_path, "model_revision": "main"}
     whole = {"eval_strategy": "no", "load_in_4bit": False, "gradient_checkpointing": False, "attn_implementation": None}

@@ -212,7 +212,7 @@ class _Template:
     def _begin(self, number: int) -> int:
         """Return the index of a message's first character; for an answer, of the assistant's words.
 
-        Some templates write the earlier messages differently if no message follows. For these
+        Some templates write earlier messages differently if no message follows them. For these
         templates, find the first character that changes with the message's content.
         """
         message = self.chat[number]
@@ -224,6 +224,6 @@ class _Template:
         other = self.render([*self.chat[:number], {**message, "content": "\0"}, *self.chat[number + 1 :]])
         if other == self.text:
             what = f"the tokenizer's chat template leaves out a message of the {message['role']}"
-            raise mistake("dataset_name", what, "use chats whose messages the template writes")
+            raise mistake("dataset_name", what, "use chats without such messages")
         pairs = enumerate(zip(self.text, other, strict=False))
         return next((place for place, (one, two) in pairs if one != two), len(self.text))

@@ -23,7 +23,7 @@ _BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these firs
 
 def formats(run: Settings, columns: Collection[str]) -> list[Format]:
     """List the formats that these columns allow; for a classifier, the text format alone. A row has
-    the first format whose last column is not null. Text is last, but first under another name.
+    the first format whose last column is not null. `text` comes last; another text column, first.
     """
     text = run["dataset_text_field"]
     if run["task"] == "sequence_classification":
@@ -45,7 +45,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
         what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
         near = nearest(absent[0], columns)
-        return [Problem(flag, what, f"{near}={part.columns[absent[0]]}" if near else "name columns that exist")]
+        return [Problem(flag, what, f"write {near}={part.columns[absent[0]]}" if near else "name columns that exist")]
     has = new_names(columns, part).values()
     said = f"{part.name or 'the data'} has {', '.join(has)}"
     if run["task"] == "sequence_classification":
@@ -58,7 +58,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
             if run[flag] and found == [(run["dataset_text_field"],)]:
                 return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or leave the flag out")]
     return [
-        Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to one of these columns")
+        Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to a column of the data")
         for field in fields
         if run[field] not in has
     ]

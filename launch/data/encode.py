@@ -24,7 +24,7 @@ _BESIDE = ("input", "system", "tools", "labels", "attention_mask")
 
 @dataclass
 class Text:
-    """A prompt and its completion. A plain text is a prompt that the loss includes."""
+    """A prompt and its completion. A plain text is a prompt without completion, learned in full."""
 
     prompt: str
     completion: str
@@ -76,7 +76,7 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
             raise mistake("completion_only_loss", "the row has no prompt and completion", fix)
         if not tokenizer.chat_template:
             what = f"the row is a chat, and the tokenizer of {run['model_name_or_path']} has no chat template"
-            fix = "use a chat model (names often end in -Instruct), or a copy of this one with a chat_template.jinja"
+            fix = "use a chat model (names often end in -Instruct), or a copy of this model with a chat_template.jinja"
             raise mistake("model_name_or_path", what, fix)
         column = "completion" if completes else own[0]
         return read_chat(row, column, tokenizer, run["assistant_only_loss"], completes and only is not False)

@@ -63,7 +63,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     is_list = isinstance(feature, List)
     if wanted and is_list != (wanted == MULTI):
         holds = "lists" if is_list else "one label a row"
-        fix = "leave problem_type out" if is_list else "write lists of labels in .jsonl or .parquet, or no problem_type"
+        fix = "leave problem_type out" + ", or write lists of labels in .jsonl or .parquet" * (not is_list)
         raise mistake("problem_type", f"is {wanted}, but the column {name!r} holds {holds}", fix)
     if wanted == REGRESSION or (wanted is None and any(isinstance(label, float | Decimal) for label in labels)):
         if not all(isinstance(label, _NUMBERS) for label in labels):
@@ -124,8 +124,8 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
     if all(isinstance(value, _NUMBERS) and value == int(value) for value in values):
         return {number: str(number) for number in sorted(map(int, values))}
     held = ", ".join(sorted(map(repr, values))[:5])
-    what = f"the column {name!r} holds {held}: a class is a text or a whole number"
-    fix = "write a text or a whole number in every row; or --problem_type regression to learn numbers"
+    what = f"the column {name!r} holds {held}: classes must be all texts or all whole numbers"
+    fix = "write only texts or only whole numbers; or use --problem_type regression to learn numbers"
     raise mistake("dataset_label_field", what, fix)
 
 
@@ -134,7 +134,7 @@ def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
 
 @dataclass
 class Labelled(Cut):
-    """Rows of a text's tokens and its encoded label. `labels` is the number of distinct labels."""
+    """Rows that hold a text's tokens and its encoded label. `labels` counts the distinct labels."""
 
     target: Target
     labels: int

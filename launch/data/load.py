@@ -90,7 +90,7 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
 
 def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:
     """Return `count` copies of the longest example, because it takes the most memory. For a stream,
-    copy the longest example that the stream may hold.
+    whose lengths are unknown, copy an invented example of `max_length` tokens.
     """
     if isinstance(rows, Stream):
         return torch.utils.data.Subset([rows.longest], [0] * count)  # type: ignore[arg-type]

@@ -30,9 +30,9 @@ _ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`
 
 
 def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, str]:
-    """Map `dataset_train_split` and, if the run evaluates, `dataset_test_split` to splits of the
-    part. Raises `UserError` if there is no split to evaluate on, unless the part belongs to a
-    mixture.
+    """Map `dataset_train_split` and, if the run evaluates, `dataset_test_split` to splits of this
+    part of the data. Raises `UserError` if there is no split to evaluate on, except in a mixture,
+    where another part may have one.
     """
     wanted = {"dataset_train_split": part.split or run["dataset_train_split"]}
     if run["eval_strategy"] != "no":
@@ -45,7 +45,7 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Return how many first rows of each split to read (infinity: all), or raise `UserError`."""
+    """Return how many rows of each split to read from its start (inf: all). Raises `UserError`."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
         for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # at this size, even 1 % of the rows means all
@@ -54,7 +54,7 @@ def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, fl
 
 
 def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
-    """Return the rows of a split such as `train[:10]+test`. Raises `UserError` if it has none."""
+    """Return the rows of a split such as `train[:10]+test`. Raises `UserError` if it is empty."""
     parts = _parts({name: len(split) for name, split in splits.items()}, flag, wanted)
     pieces = [splits[part.splitname].select(range(part.from_, part.to) or []) for part in parts]
     rows = datasets.concatenate_datasets(pieces)
@@ -78,7 +78,7 @@ def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
 
 
 def file_versions(name: str) -> list | None:
-    """Return path, size, mtime and ctime of each file to identify local data; None for Hub data.
+    """Return each file's path, size, mtime and ctime, to identify local data; None for Hub data.
     `rsync -t` and `tar` set back the mtime, but no program can set back the ctime.
     """
     if not (paths := paths_of(name)):

@@ -41,8 +41,8 @@ SHARDS = 1024  # for rows on the disk: enough for nearly equal shares, whatever 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
     """An endless stream of examples, in windows of at most WINDOW. Each example carries the place
-    after it. `window` is the window's number, `taken` counts its examples yielded so far, and
-    `parts` holds the window's start in each part: the epoch (`round`), the state of `datasets`
+    after it, a dict: `window` is the window's number, `taken` counts its examples yielded so far,
+    and `parts` holds the window's start in each part: the epoch (`round`), the state of `datasets`
     (`rows`), and the number of examples to skip after that state (`used`).
 
     Each worker of each rank is a reader with its own rows. `places` maps a worker to the place
@@ -62,13 +62,13 @@ class Stream(torch.utils.data.IterableDataset):
         self.shuffles = run["train_sampling_strategy"] != "sequential"
 
     def __str__(self) -> str:
-        order = f"shuffled within {WINDOW:,} rows" if self.shuffles else "in their order"
+        order = f"shuffled within {WINDOW:,} rows" if self.shuffles else "not shuffled"
         packing = f", packed into sequences of {self.run['max_length']:,} tokens" if self.run["packing"] else ""
         return f"streamed: {plural(sum(self.shards), 'shard')}, {order}{packing}"
 
     @property
     def longest(self) -> Example:
-        """The longest example that the stream may hold, which takes the most memory."""
+        """An invented example of maximal length: no example of the stream takes more memory."""
         return self._in_rows(token_table([([0] * self.run["max_length"],) * 2]))[0]
 
     def beginning(self) -> Dataset:
@@ -117,7 +117,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """For each window from `first` on, yield its start in a part, and the part's examples."""
+        """For each window from `first` on, yield its start in a part, and its examples of it."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -133,7 +133,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield start, pa.concat_tables(taken)
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Endlessly yield a part's pieces: the place before a piece, and the piece's examples."""
+        """Endlessly yield a part's examples in tables, each with the place where it begins."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
         with naming(encode.source.part.name if self.parts[1:] else ""):

@@ -140,7 +140,7 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
 
     From the second table on, the tokenizer's own threads do the work; processes took 50 % more
     memory. Elsewhere `quiet_libraries` turns the threads off (not with --verbose), because a forked
-    process that uses them hangs. One thread renders chat templates, a sixth of the work.
+    process that uses them hangs. Chat templates, a sixth of the work, are rendered in one thread.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start

@@ -203,7 +203,7 @@ def end(rank: Rank) -> None:
 
 
 def matmul(rank: Rank) -> Check:
-    """Multiply large matrices on all ranks at the same time, and compare the ranks."""
+    """Multiply large matrices on all ranks at the same time, and compare the ranks' speeds."""
     size, rounds, kind = (8192, 10, torch.float16) if rank.cuda else (512, 3, torch.float32)
     if rank.cuda and torch.cuda.get_device_capability(rank.device) >= (8, 0):
         kind = torch.bfloat16

@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 10  # to wait for the answer of a node that has joined
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
-    """Check loopback, unless a check was fatal, and with several nodes the links between them."""
+    """Check loopback, unless a check was fatal. With several nodes, check their links too."""
     if not any(check.fatal for check in earlier):
         yield loopback()
     if meeting.request.nodes > 1:
@@ -158,7 +158,7 @@ class Meeting:
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
         """Send the message `own`, and return the messages of all nodes in order: None for a node
-        that is more than `seconds` + _ANSWER_SECONDS late and, if node 0 has gone, for all others.
+        that is more than `seconds` + _ANSWER_SECONDS late. If node 0 has gone, None for all others.
         """
         try:
             return self.say(seconds + _ANSWER_SECONDS, own)
@@ -203,7 +203,7 @@ class Meeting:
             return said
 
     def _ask(self, own: Json, seconds: float) -> list[Json | None]:
-        """Send node 0 a message once it listens. Return all messages, or raise `TimeoutError`."""
+        """Once node 0 listens, send it a message. Return all messages, or raise `TimeoutError`."""
         request, until = self.request, time.monotonic() + seconds
         line = json.dumps({"node": request.machine_rank, "turn": self.round, "own": own}).encode()
         while True:

@@ -149,7 +149,7 @@ def _killed(report: Report) -> StageFailure:
 
 
 def _hung(request: Request, reports: list[Report], in_time: bool) -> StageFailure:
-    """Return the failure of ranks that run on: --timeout is over, one is behind, or all hang."""
+    """Return the failure of ranks that still run: --timeout is over, or one rank or all hang."""
     one = min(reports, key=lambda report: STAGES.index(report.stage))
     if not in_time:
         what = f"the {request.timeout} s of --timeout were over before rank {one.rank} had finished; nothing has failed"

@@ -25,7 +25,7 @@ _NVLS = ("NCCL_NVLS_ENABLE", "0")
 _COSTS = {
     "NCCL_P2P_DISABLE": "no NVLink and no direct PCIe: GPUs exchange data through the node's memory",
     "NCCL_IB_DISABLE": "no InfiniBand or RoCE: nodes use TCP, often at a tenth of the speed",
-    "NCCL_SHM_DISABLE": "ranks of a node that cannot reach each other's GPU use the network",
+    "NCCL_SHM_DISABLE": "ranks of a node use the network if they cannot reach each other's GPUs",
     "NCCL_NVLS_ENABLE": "no sums inside NVSwitch: all-reduce on one node of H100s or newer is slower",
 }
 _INTERFACE = "nothing if this is the fastest network of the node; other networks are not used"
@@ -34,7 +34,7 @@ _INTERFACE = "nothing if this is the fastest network of the node; other networks
 def switch_sets(request: Request) -> list[Switches]:
     """Return the sets of switches that have helped somebody, in the order in which to try them.
 
-    With several nodes, only the interface to node 0 is tried, so that all nodes try equally many.
+    With several nodes, only the interface to node 0 is tried: all nodes try equally many sets.
     """
     names = sorted(interfaces(), key=lambda name: name == "lo")
     if request.nodes > 1:
@@ -64,7 +64,7 @@ def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
 
 @dataclass
 class _Attempts:
-    """Further probe runs, while time is left. `failed` lists other nodes with a failed check."""
+    """Further probe runs, while time is left. `failed`: other nodes that report a failed check."""
 
     meeting: Meeting
     stages: tuple[str, ...] = ()

@@ -116,9 +116,9 @@ def measure(topic: str, setup: Setup, rank: int) -> Json:
 
     Each row has: `seconds`, the median of an optimizer step, and `off`, its relative error;
     `peak_bytes`; `synchronisations` and `sent_bytes` (given to the all-reduce) per step;
-    `gradient`, `smaller` times the norm that the optimizer gets in the first step; `difference`,
-    the relative difference of this gradient from the first row's; `lost`, the share of the first
-    row's nonzero gradient values that are 0; `loss` at the end, None if it is not finite.
+    `gradient`, the norm of the optimizer's first gradient, times `smaller`; `difference`, the
+    relative difference of this gradient from the first row's; `lost`, the share of the first row's
+    nonzero gradient values that are 0 in this row; `loss` at the end, None if it is not finite.
     """
     variants, gradients_of = TOPICS[topic].variants, TOPICS[topic].gradients_of
     smaller = max(1, gradients_of // (SEQUENCES * setup.tokens))

@@ -62,7 +62,7 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
 
 
 def _start(run: RunSpec) -> Json:
-    """Return a valid fit.json as `kept`, or what a search needs: the `limit` of a process in bytes,
+    """Return a dict with a valid fit.json (`kept`); or, for a search, `limit` (bytes per process),
     a first micro-batch (`guess`), a `port` for probes. Raises `UserError` for a read-only folder.
     """
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
@@ -105,8 +105,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
         probes.append({"micro_batch": size, "accumulation": share // size, **found})
         outcome = "runs" if found["fits"] else f"does not fit: {found['words']}"
         peak = f", peak {memory_size(found['peak_bytes'])}" if found["peak_bytes"] else ""
-        line = f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}"
-        out.print(line, highlight=False, markup=False)
+        out.print(f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}", highlight=False, markup=False)
         return found["fits"]
 
     out.print(f"fit   limit {memory_size(limit)} per process, first try micro {guess}", highlight=False)
@@ -117,8 +116,9 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
     best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
     if best is None:
         what = f"not even a micro-batch of 1 fits in {memory_size(limit)}: {probes[-1]['words']}"
-        subject, first = ("memory_limit", "raise it, ") if run["memory_limit"] else ("fit", "")
-        raise mistake(subject, what, f"{first}set --gradient_checkpointing, {OTHER_WAYS}")
+        subject, first = ("memory_limit", "raise --memory_limit; or ") if run["memory_limit"] else ("fit", "")
+        second = "" if run["gradient_checkpointing"] else "set --gradient_checkpointing; or "
+        raise mistake(subject, what, f"{first}{second}{OTHER_WAYS}")
     return {
         **best,
         "limit_bytes": limit,

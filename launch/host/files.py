@@ -111,7 +111,7 @@ _REMEDIES = {
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[str, str] | None:
-    """Return the machine's refusal and the start of the remedy; None for other kinds of errors.
+    """Return what the system refused and the start of the fix; None if the error has another cause.
 
     The text of an error may hide a full disk: torch only reports that its stream has failed. So any
     error is a storage failure if no file can now be written into `folder`, to which the run wrote.
@@ -135,9 +135,9 @@ def _remedy(error: BaseException) -> str | None:
 
 
 def end_workers_that_cannot_send() -> None:
-    """From now on, end a DataLoader worker whose batch cannot be sent, such as for lack of shared
-    memory. The hook is set for every multiprocessing queue. Python's own only prints the error, and
-    torch would wait for the batch forever.
+    """From now on, end a DataLoader worker that cannot send its batch, such as for lack of shared
+    memory. The hook is set for every multiprocessing queue. Python's own hook only prints the
+    error, and torch would wait for the batch forever.
     """
     import multiprocessing  # imported here, so that commands without a DataLoader start fast
     from multiprocessing.queues import Queue

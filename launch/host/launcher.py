@@ -96,7 +96,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def _exit_code_of(rank: int, code: int) -> int:
-    """Return the launcher's exit code. Print how a rank was killed, which the rank could not do."""
+    """Return the launcher's exit code. Print how a rank was killed: the rank could not do so."""
     if code >= 0:
         return code
     if _received or -code in SIGNALS:  # the rank did not handle the signal yet
@@ -109,7 +109,7 @@ def _exit_code_of(rank: int, code: int) -> int:
 def _exit_code_of_the_told() -> int:
     """Print why the run ends, because its ranks ended too early to print. Return the exit code."""
     interrupted = signal.SIGINT in _received
-    print("interrupted" if interrupted else "told to stop: run the same command again", file=sys.stderr)
+    print("interrupted" if interrupted else "told to stop: run the same command again to resume", file=sys.stderr)
     return 130 if interrupted else EXIT_CODE
 
 
@@ -118,7 +118,7 @@ def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
 
     torch ends the other ranks by SIGTERM, after which a rank of train.py exits with 75. A rank that
     lost its connection to the failed rank exits with 1, perhaps before torch saw the failed rank
-    end. torch's time stamps are whole seconds, so several ranks may have the same.
+    end. torch's time stamps are whole seconds, so several ranks may have the same time stamp.
     """
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     late = {-signal.SIGTERM: 2, EXIT_CODE: 1, 1: 1}
@@ -147,8 +147,8 @@ def launcher_argv() -> list[str]:
 
 
 def first_environment() -> Mapping[str, str]:
-    """Return the environment as the user set it, at the start of the launcher or else of this
-    process: launchers, libraries and our code add variables later. If unreadable, `os.environ`.
+    """Return the environment as the user set it: the launcher's or, without one, this process's at
+    its start. Launchers, libraries and our code add variables later. If unreadable, `os.environ`.
     """
     try:
         return psutil.Process(os.getppid() if launcher_argv() else None).environ()

@@ -41,9 +41,9 @@ def start(argv: list[str], log: IO[bytes], environment: Mapping[str, str] = os.e
 
 @contextlib.contextmanager
 def group() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yield a list for started processes, each of which leads a process group.
+    """Yield a list, to which the block adds the processes that it starts as group leaders.
 
-    However the block ends, the process groups of the listed processes are killed.
+    When the block ends, also with an error, the process groups of these processes are killed.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -78,7 +78,7 @@ class Child:
 
 @contextlib.contextmanager
 def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = os.environ) -> Iterator[list[Child]]:
-    """For each request, call `main(folder)` of one of our modules in a new Python, all at once.
+    """For each request, start a new Python that calls `main(folder)` of `module`. All run at once.
 
     In `main`, `request(folder)` returns the request, and `answer` stores the result; both are JSON.
     The new processes run the same copy of our packages as this process, with the user's PYTHONPATH,

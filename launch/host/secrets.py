@@ -34,7 +34,7 @@ _SHORTEST = 8  # a shorter value is no key, and would be hidden wherever a text 
 
 
 def in_environment() -> set[str]:
-    """Return the values, except very short ones, of environment variables with a secret's name."""
+    """Return values (not very short ones) of environment variables with names such as API_KEY."""
     named = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return {value for value in named if len(value.strip()) >= _SHORTEST}
 

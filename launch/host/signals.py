@@ -2,7 +2,7 @@
 the same step and exit. Before the training, such a signal ends the run at once, without a save.
 
 Slurm, Azure ML, Kubernetes and torch elastic signal a job some time before they kill it; a closed
-terminal sends SIGHUP. After the first step, Ctrl-C is a stop request too; a second stops at once.
+terminal sends SIGHUP. After the first step, Ctrl-C asks to stop too; a second one stops at once.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class Preempted(BaseException):
 class StopRequest:
     """A request to stop this process. `signal` names the first signal; None before a signal came.
 
-    `step` is the last optimizer step that has ended, of this run or of the run that it resumed.
+    `step` is the last optimizer step that has ended, in this start of the run or an earlier one.
     """
 
     signal: str | None = None

@@ -1,4 +1,4 @@
-"""The world: the processes that train together, how they wait for each other, and their run."""
+"""The world: the processes that train together; how they start, wait for each other and leave."""
 
 from __future__ import annotations
 

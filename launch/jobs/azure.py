@@ -83,7 +83,7 @@ class Azure(Target):
     output_uri: str | None = flag(
         None,
         "datastore path for checkpoints; a job with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
-        "workspaceblobstore: your login here, and a hash of flags, --data and own YAML; no HASH with --job_name]",
+        "workspaceblobstore; LOGIN: yours here; HASH: of flags, --data and your own YAML, left out with --job_name]",
     )
     environment: str | None = flag(None, "name of an environment to use instead of azureml/environment")
     identity: str | None = one_of("managed user_identity", "read data with the rights of the compute, or with yours")
@@ -233,7 +233,7 @@ class Azure(Target):
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """Print an ended job's log; if `following`, stream a live one, else raise `UserError`."""
+        """Print an ended job's log; stream a live job's if `following`, else raise `UserError`."""
         name, state = submission.job, cls.state(submission)
         if not cls.is_over(state) and not following:
             raise mistake("logs", f"the job is still {state}", f"recipes logs -f {folder}, or open {submission.log}")
@@ -253,7 +253,7 @@ _REMOTE = re.compile(
 
 
 def _remote(name: str, uri: str) -> str:
-    """Return `uri`. Raise `UserError` unless it is in the cloud: the SDK would upload a path."""
+    """Return `uri`. Raise `UserError` if it is not in the cloud: the SDK uploads local paths."""
     if _REMOTE.fullmatch(uri):
         return uri
     fix = "use azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."

@@ -79,7 +79,7 @@ def checked_job(
     preflight: bool = False,
     starts_here: bool = False,
 ) -> Job:
-    """Return the job that runs train.py with the arguments `argv` in `place`, if the run is legal.
+    """Return the job that runs train.py with the arguments `argv` in `place`. Check the run first.
 
     If `recipe` is None, `argv` or --config's file may name the recipe; the default is `standard`.
     `accelerate_config` is the file or name of an Accelerate YAML that replaces the recipe's own.
@@ -239,7 +239,7 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float 
 
 
 def last_line(log: str) -> str:
-    """Return the last line about a step, else the last; a URL unchanged; empty without a log."""
+    """Return a log's last line about a step, else its last line; a URL as it is; empty if none."""
     if not Path(log).is_file():
         return log if "://" in log else ""
     lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]

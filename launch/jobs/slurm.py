@@ -93,7 +93,7 @@ printf -v home 'export HOME=%q HF_HOME=%q PYTHONNOUSERSITE=1' "$HOME" "$HF_HOME"
 
 _APPTAINER = """\
 runner=$(command -v apptainer || command -v singularity) || {
-    echo "neither apptainer nor singularity is on this node: load a module with it (--module)" >&2
+    echo "neither apptainer nor singularity is on this node: load a module that has one of them (--module)" >&2
     exit 1
 }
 container=("$runner" exec --nv --pwd "$PWD" --bind "$binds" @image@)"""
@@ -108,8 +108,8 @@ def _filled(template: str, **values: object) -> str:
 
 @dataclass(frozen=True)
 class Slurm(Target):
-    """The flags of this target. Flags of sbatch keep their names, and sbatch checks their values.
-    `module` and `venv` prepare the environment of the job.
+    """The flags of `recipes submit slurm`. Flags of sbatch keep their names, and sbatch checks
+    their values. `module` and `venv` prepare the environment of the job.
     """
 
     HELP = "a Slurm cluster, through sbatch"
@@ -214,7 +214,7 @@ class Slurm(Target):
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
-        """Return bash that sets `container` (starts the container) and `home` (runs inside, first).
+        """Return bash that sets `container` (starts the container) and `home` (runs first inside).
 
         apptainer (or singularity, with the same options) runs FILE.sif; pyxis, a plugin of srun,
         runs any other image. Both accept folders as SRC:DST,SRC:DST. The container uses the

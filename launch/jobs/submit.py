@@ -73,7 +73,7 @@ def submit(
 
 
 def refuse_while_in_use(folder: Path) -> None:
-    """Raise `UserError` while a run submitted to this folder waits or runs; a second would fail."""
+    """Raise `UserError` while a run submitted to this folder waits or runs: another would fail."""
     earlier = submitted(folder)
     if earlier is None:
         return
@@ -141,7 +141,7 @@ def site_defaults(target: str) -> dict[str, Any]:
         raise mistake(name, error.message, "use a value that the command line accepts", str(file)) from None
     if rest:
         name = rest[0].lstrip("-").partition("=")[0]
-        fix = nearest(name, known) or f"recipes submit {target} --help lists them"
+        fix = nearest(name, known) or f"see `recipes submit {target} --help`"
         raise mistake(name, f"is not a flag of `recipes submit {target}`", fix, str(file))
     return given(TARGETS[target], options)
 
@@ -176,12 +176,12 @@ def newest(folder: Path) -> tuple[Path, Submission]:
     for run in _runs_in(folder):
         if submission := submitted(run):
             return run, submission
-    what = f"the run in {folder} was started without `recipes submit`"
+    what = f"no run in {folder} was started by `recipes submit`"
     raise mistake("FOLDER", what, "read the output in the terminal that started the run")
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the runs: the folder and folders in it, newest first. Raises `UserError` if none."""
+    """Return `folder` and the folders in it that hold a run, newest first. Raises `UserError`."""
     runs = [run for run in (folder, *folder.glob("*")) if (run / NAME).is_file() or (run / record.NAME).is_file()]
     if not runs:
         raise mistake("FOLDER", f"no run was submitted or started in {folder}", "give the --output_dir of a run")
@@ -194,7 +194,7 @@ def _begun(folder: Path) -> str:
 
 
 def _described(folder: Path) -> tuple[str, str, str]:
-    """Return a run's target, its state, and its last log line or, if unreachable, the error."""
+    """Return a run's target, state, and last log line, or why the target cannot be reached."""
     submission = submitted(folder)
     outcome = _outcome(folder, submission)
     if submission is None:

@@ -89,7 +89,7 @@ FIELDS = {
     "paths": "setting -> absolute path of the file or folder that the setting named",
     "folder": "the folder where the run was started, to which relative paths refer",
     "environment": "environment variables that can change what the run computes, as the user had set them",
-    "run": "the run's id (also in its checkpoints), and the checkpoint it began from, if the user named it",
+    "run": "the run's id (also in its checkpoints), and the checkpoint that the run began from, if the user named one",
     "data": "a hash of the local or demonstration data, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or if no model is named",
     "classes": "names of a classifier's outputs, in the model's order",
@@ -163,7 +163,7 @@ def read_intact(folder: str | Path) -> Json:
 
 
 def intact(file: Path) -> Json:
-    """Return a sealed JSON file's content without the checksum; empty if missing or changed."""
+    """Return a JSON file's content without the checksum; empty if the file is absent or changed."""
     found = read_json(file)[0] or {}
     return found if found.pop("checksum", None) == _checksum_of(found) else {}
 
@@ -186,7 +186,7 @@ def write(folder: str | Path, content: Json, name: str = NAME) -> None:
 
 
 def note_out_of_memory(folder: Path, facts: Json) -> None:
-    """Write out_of_memory.json and the status in run.json, because rank 0 may hang until killed."""
+    """Write out_of_memory.json, and the status in run.json: rank 0 may hang until it is killed."""
     with contextlib.suppress(OSError):
         write(folder, facts, OUT_OF_MEMORY)
         if (record := read(folder)).get("status") == "running":
@@ -236,13 +236,13 @@ def kept_record(
 
 
 def several(record: Json) -> str:
-    """Describe how the starts of a resumed run differ; empty if they do not differ."""
+    """Return what a resume has changed (processes, versions, settings), in words; else empty."""
     sessions = record.get("sessions") or [{}]
     worlds = dict.fromkeys(str(session.get("world_size")) for session in sessions)
-    found = [f"on {' and then '.join(worlds)} processes"] if len(worlds) > 1 else []
-    found += ["with several versions of the libraries"] * (len({str(one.get("versions")) for one in sessions}) > 1)
-    found += [f"with another {name}" for name in record.get("changed", ())]
-    return " and ".join(found)
+    found = [f"processes: {', then '.join(worlds)}"] if len(worlds) > 1 else []
+    found += ["versions of the libraries"] * (len({str(one.get("versions")) for one in sessions}) > 1)
+    changed = "; ".join([*found, *record.get("changed", ())])
+    return changed and f"a resume changed the recorded run ({changed})"
 
 
 def _status(error: BaseException, folder: Path) -> str:

@@ -77,7 +77,7 @@ def _locked(run: RunSpec, kind: int) -> int:
 
 
 def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
-    """Archive an older run with --fresh, and remove converted checkpoints that a killed run left.
+    """With --fresh, archive an older run. Remove converted checkpoints that a killed run left.
     Call this just before training, after all other checks.
 
     Raises `UserError` if the disk lacks `needed_bytes`, or if --fresh cannot move the older run.
@@ -174,7 +174,7 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
         if run.explicit(name) and name not in _NO_OTHER_MODEL:
             what = f"{folder} holds a finished run with {name} {then}, not {now}"
             raise _refused(run, what, "use another --output_dir, or --fresh to archive that run", name)
-        notes.append(f"not trained, because the run has finished: {name} {now} (was {then})")
+        notes.append(f"{name} {now} (was {then}) has no effect, because the run has finished")
     return Earlier(finished=True, step=old["global_step"], notes=notes)
 
 
@@ -315,7 +315,7 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
         raise mistake(
             "accelerate_config",
             f"the checkpoints were written with {before}, and {by} cannot read them",
-            "use the same engine, another --output_dir, or --fresh",
+            "use the engine of the checkpoints, another --output_dir, or --fresh",
         )
 
 

@@ -18,7 +18,7 @@ KEPT_HERE = (NAME, LOCAL_LOG, FIT)
 
 @dataclass(frozen=True)
 class Submission:
-    """A submitted job. `job` is the target's id or name of the job, `log` a file or an address."""
+    """A submitted job: `job` is the id or name that its target gave it, `log` a path or a URL."""
 
     target: str
     title: str

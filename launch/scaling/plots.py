@@ -1,4 +1,4 @@
-"""The pictures of a scaling report: measurements with their spread, beside the ideal."""
+"""The plots of a scaling report: measured values with quartiles, and ideal scaling dashed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in each format, with a caption that explains how to read the picture."""
+    """A picture as a file of each format, with a caption that explains how to read the picture."""
 
     kind: str  # the end of the picture's file name
     caption: str
@@ -179,7 +179,7 @@ def _draw_speedup(figure: Figure, lines: Sequence[Line]) -> None:
 
 
 def _bands(axes: Axes) -> None:
-    """Draw the bands of efficiency as shades, with their names beside the right edge."""
+    """Shade the bands of efficiency (poor, good, excellent); name each at the right edge."""
     from matplotlib.ticker import PercentFormatter
 
     top = max(1.12, 1.05 * axes.dataLim.y1)
@@ -257,7 +257,7 @@ _KINDS = {
     ),
     "step_time": _Kind(
         "parts of a step",
-        "Medians of the parts of an optimizer step, and their sum. Communication is only the time that a step waits.",
+        "Medians of the parts of an optimizer step, and their sum. Communication: only the time a step waits for it.",
         lambda series: any(size.typical.parts for size in series.sizes),
         _draw_step_times,
     ),

@@ -1,6 +1,6 @@
 """`recipes scale report`: pictures, tables, a text file and an HTML page from existing timings.
 
-The terminal shows the sentences. The text file and the page show the tables too, in one order.
+The terminal shows the sentences. The text file and the page also show tables, in the same order.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """Map each training to the start of its file names: letters, digits, `-`, `.` and `_`. If two
-    starts differ at most in upper and lower case, each gets a number.
+    """Map each training to the start of its file names: letters, digits, `-`, `.` and `_`. Starts
+    that are equal, or differ only in upper and lower case, each get a number.
     """
     plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
     folded = [stem.casefold() for stem in plain]
@@ -163,10 +163,10 @@ def _advice_words(size: Size, advice: Advice) -> str:
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
-    """Return the flags of an advice, and the `scale run --apply` command that tries the advice.
+    """Return the flags that an advice changes, and the `scale run --apply` command that tries them.
 
-    There is no command unless one file of `scale run` holds all timings. Without flags, the list is
-    empty.
+    The command is left out unless all timings come from one file of `scale run`. If the advice
+    changes no flag, the list is empty.
     """
     processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
     flags = " ".join(filter(None, [*processes, advice.shown_flags]))

@@ -80,7 +80,7 @@ def add_parser(commands: Commands) -> None:
     kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
     parser.takes(scale_run, _FLAGS, repeats=3, steps=20, output="outputs/scale")
-    applying = "try the first advice of the report, or the advice with this KEY, in turns with the present settings"
+    applying = "try the first advice of the report, or the advice with this KEY, alternating with the present settings"
     parser.add_argument("--apply", nargs="?", const="", metavar="KEY", help=applying)
 
 
@@ -264,7 +264,7 @@ def _before_and_after(size: Size, advice: Advice) -> list[Point]:
 
 
 def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, Size]:
-    """Choose series and size by flags, else the largest of strong scaling, or raise `UserError`."""
+    """Return the largest size that matches the flags, strong scaling first. Raises `UserError`."""
     found = [
         (series, size)
         for series in every
@@ -276,7 +276,7 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
     ]
     if not found:
         there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)
-        raise mistake("apply", "no timings match these flags", f"set --recipe, --num_processes, --name: {there}")
+        raise mistake("apply", "no timings match these flags", f"set --recipe, --num_processes, --name as in: {there}")
     return max(found, key=lambda pair: (pair[0].scaling == "strong", pair[1].num_processes))
 
 
@@ -291,4 +291,4 @@ def _find(key: str, advice: list[Advice], size: Size) -> Advice:
         return found
     world, keys = plural(size.num_processes, "process"), [one.key for one in ready]
     fix = f"choose one of {', '.join(keys)}" if keys else "use --num_processes N with a size that has advice"
-    raise mistake("apply", f"the report has no advice {key or 'with flags'} for {world}", fix)
+    raise mistake("apply", f"the report has no advice {key or 'that can be tried'} for {world}", fix)

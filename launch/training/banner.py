@@ -198,7 +198,7 @@ def _summary(results: Json, run: RunSpec, trainer: RecipeTrainer) -> Iterable[tu
     """Yield the lines of the summary at the end of a run. `results` are also in run.json."""
     steps, trained, planned = results["global_step"], trainer.timing.steps_trained, trainer.state.max_steps
     words = f" of {planned:,}, stopped early" if steps < planned else ""
-    words += f", {trained:,} of them now" if trained < steps else ""
+    words += f", {trained:,} of them since the resume" if trained < steps else ""
     yield "steps", f"{steps:,}{words}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
         yield "loss", f"{results['first_loss']:.3f} at the start, {results['final_loss']:.3f} at the end"

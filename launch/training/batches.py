@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """Return the number of examples left for an epoch's last micro-batches, over all processes.
-    0 or less means that no repeated examples fill up these micro-batches.
+    """Return how many examples are left for an epoch's last round, one micro-batch per process.
+    If it is 0 or less, no repeated examples fill up these micro-batches.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -80,8 +80,8 @@ class Places:
     of: dict[str, Json] = field(default_factory=dict)
 
     def found_in(self, checkpoint: Path, rank: int, world: int) -> Places:
-        """Return the places that a checkpoint holds. With another number of readers or shards, the
-        shards are distributed differently, so the stream begins its next epoch instead.
+        """Return the places that a checkpoint holds. If the number of readers or shards differs,
+        the shards are distributed differently, so the stream begins its next epoch instead.
         """
         held = {file.name: json.loads(file.read_bytes()) for file in checkpoint.glob(stream_file("*"))}
         own = held.get(stream_file(rank))
@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Record the place in a batch, return the rest. Raises `StreamBroke` for an error there."""
+        """Record a batch's place, return the rest. An error as its place raises `StreamBroke`."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet

@@ -124,8 +124,8 @@ def _lost_a_rank(error: BaseException) -> bool:
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. Each rank prints its own `RankHangs`, `OutOfMemory`
     or `StreamBroke`. Rank 0 prints a stop or another `Failure`. The first rank of each node prints
-    any other error, unless it only lost its connection. A remaining rank prints its error only if
-    the launcher does not end that rank, because then no rank has failed before.
+    any other error, unless that rank only lost its connection. The other ranks print such an error
+    only if the launcher does not end them, because then no rank has failed before.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True

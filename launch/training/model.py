@@ -114,7 +114,7 @@ def _refuses_flex(cls: type | None, config: Json) -> str:
         return "the model has no flex attention"
     if any(value for name, value in text.items() if name in ("attention_dropout", "attn_pdrop")):
         return "flex attention has no dropout"
-    return "" if 16 <= width <= 128 else f"heads of {width} dimensions"
+    return "" if 16 <= width <= 128 else f"flex attention is not used for heads of {width} dimensions"
 
 
 def described(config: PreTrainedConfig) -> Json:
@@ -186,7 +186,7 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
         name, attention = run["model_name_or_path"], run["attn_implementation"]
         if ran_out(error) or isinstance(error, UserError) or not (name or attention):
             raise
-        flag, fix = "model_name_or_path", "use a folder that save_pretrained wrote (model, tokenizer) for this --task"
+        flag, fix = "model_name_or_path", "use a folder where save_pretrained wrote model and tokenizer for this --task"
         if "trust_remote_code" in str(error):
             flag, fix = "trust_remote_code", "read the model's own Python code, then set --trust_remote_code"
         elif attention and re.search("ttention|attn|`kernels`", str(error)):
@@ -237,7 +237,7 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model, and its modules (no heads) without saved weights. Raises `UserError`."""
+    """Return the model, and modules (no heads) whose weights the files lack. Raises `UserError`."""
     options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
@@ -282,7 +282,7 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
     if has_own and run["per_device_train_batch_size"] == 1:
-        fix = "set --per_device_train_batch_size 2, and a --global_batch_size divisible by 2 x the processes"
+        fix = "set --per_device_train_batch_size 2, and a --global_batch_size divisible by 2 x num_processes"
         raise mistake("per_device_train_batch_size", "is 1, and this model's BatchNorm needs 2 examples", fix)
 
 

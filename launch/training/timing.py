@@ -124,7 +124,7 @@ def _command(run: RunSpec) -> str:
 
 
 def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]]]:
-    """Time the first timed step repeatedly, with and without the collectives of gradients."""
+    """Repeat the first timed step, with and without the collectives of gradients, and time it."""
     timing, wrapped = trainer.timing, trainer.model_wrapped
     bare, state = getattr(wrapped, "module", wrapped), trainer.accelerator.gradient_state
     batches, items = timing.first_batches

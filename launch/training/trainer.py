@@ -109,8 +109,8 @@ class RecipeTrainer(CommittingTrainer):
         return output
 
     def make_readable(self, checkpoint: Path | None) -> None:
-        """Make the checkpoint of another number of processes readable for this run. All ranks call
-        this before `train` resumes. Raises `UserError` or `Failure` if it cannot be converted.
+        """Convert the checkpoint if this number of processes cannot read it. All ranks call this
+        before `train` resumes. Raises `UserError` or `Failure` if the checkpoint is not converted.
         """
         if self.any_world is not None:
             self.any_world.prepare(checkpoint)
@@ -147,7 +147,7 @@ class RecipeTrainer(CommittingTrainer):
         return 0
 
     def require_finite_weights(self) -> None:
-        """Raise `NotANumber` if a trained weight is NaN or infinite. Logs miss the last update.
+        """Raise `NotANumber` if a trained weight is NaN or infinite. No loss shows the last update.
 
         All ranks call this, because under FSDP each rank sees only its own shards.
         """

@@ -69,7 +69,7 @@ def trainer() -> Json:
 
 
 def accelerate() -> Json:
-    """Return the keys of an Accelerate YAML, of its sections, of DDP and of accumulation."""
+    """Return the keys of an Accelerate YAML, its sections, DDP kwargs and accumulation kwargs."""
     from accelerate import utils
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
@@ -99,7 +99,7 @@ def _flags(group: Any) -> set[str]:
 
 
 def _words(source: str) -> set[str]:
-    """Return every string in source code that is one word. Among them are the keys that the code
+    """Return every one-word string in source code. Among these words are the keys that the code
     reads, which no class lists.
     """
     constants = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
@@ -142,7 +142,7 @@ def models() -> Json:
 
 
 def liger() -> Json:
-    """Return the model types whose loss Liger by default computes without the full logits."""
+    """Return the model types for which Liger by default computes the loss without full logits."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     takes = {kind: inspect.signature(patch).parameters for kind, patch in MODEL_TYPE_TO_APPLY_LIGER_FN.items()}

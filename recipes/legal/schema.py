@@ -62,7 +62,7 @@ def run_flags() -> dict[str, Field]:
 
 @cache
 def settings() -> dict[str, Field]:
-    """Every setting that train.py accepts. An alias is listed beside its older name."""
+    """Every setting that train.py accepts. A renamed setting is listed under both names."""
     return {**trainer_fields(), **run_flags()}
 
 
@@ -133,7 +133,7 @@ def model_class(model_type: str, task: str) -> str | None:
 
 
 def types_with_fused_loss() -> frozenset[str]:
-    """The model types whose loss Liger by default computes without the full logits."""
+    """The model types for which Liger by default computes the loss without the full logits."""
     return frozenset(names("liger")) or _LIGER
 
 
@@ -167,7 +167,7 @@ def facts() -> Json:
 
 
 def _fingerprint() -> str:
-    """Hash the paths, times and versions of the libraries, and of the two files that read them."""
+    """Hash the libraries' paths, times and versions, and the two files' that read the libraries."""
     files = [Path(__file__), Path(__file__).with_name("libraries.py")]
     files += [folder / "__init__.py" for name in _PACKAGES if (folder := package_folder(name))]
     installed = [
@@ -186,9 +186,9 @@ def _kept(file: Path) -> Json | None:
 
 
 def _ask() -> Json:
-    """Return the facts from a child process with this sys.path. Raises `UserError` if it fails."""
+    """Return the facts, from a child process with this sys.path. `UserError` if the child fails."""
     waits = "Reading the settings that the installed transformers, accelerate and DeepSpeed accept"
-    print(f"{waits}, once after an install: about ten seconds.", file=sys.stderr, flush=True)
+    print(f"{waits} (once after an install): about ten seconds.", file=sys.stderr, flush=True)
     # This package is imported from its own folder, the libraries from this process's sys.path.
     code = "import sys; sys.path[:] = sys.argv[1:]; from recipes.legal.libraries import main; del sys.path[0]; main()"
     words = [sys.executable, "-c", code, str(Path(__file__).parents[2]), *sys.path]
@@ -204,9 +204,9 @@ def _ask() -> Json:
 
 
 def hf_home(environment: Mapping[str, str]) -> Path:
-    """The folder for Hugging Face's downloads, as in huggingface_hub's constants.py; an empty
-    variable counts as unset. For a user without a home folder, the downloads are below a folder
-    named `~` in the current folder.
+    """The folder for Hugging Face's downloads, as in huggingface_hub's constants.py. An empty
+    HF_HOME or XDG_CACHE_HOME counts as unset. If the user has no home folder, `~` stays in the
+    path, as the name of a folder in the current folder.
     """
     around = environment.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.path.expandvars(environment.get("HF_HOME") or f"{around}/huggingface")

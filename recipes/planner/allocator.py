@@ -1,4 +1,4 @@
-"""The GPU memory that torch reserves for a training, found by a replay of the training's requests.
+"""The GPU memory that torch reserves for a training, found by replaying its memory requests.
 
 `Allocator` follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13,
 for one stream without CUDA graphs, with default or expandable segments. Sizes are in bytes.
@@ -174,7 +174,7 @@ class Requests:
         self.events += [-1 - number for number in numbers]
 
     def micro_batch(self, traced: Traced, gradients_stay: bool = True, workspace: int = 0) -> list[int]:
-        """Add the passes of a trace. Return the allocation numbers of the gradients that stay.
+        """Add a trace's forward and backward. Return the allocation numbers of gradients that stay.
 
         If not `gradients_stay`, a complete gradient is freed, because it is added to another
         gradient or moved. `workspace` bytes are allocated before each pass, and stay.
@@ -228,7 +228,7 @@ class Requests:
         return max(exact.reserved, larger.reserved - (larger.peak_allocated - exact.peak_allocated))
 
     def replay(self, larger: float = 1, expandable: bool = False) -> Allocator:
-        """Replay all events. `larger` multiplies large requests of steps. Return the allocator."""
+        """Return an allocator after all events. `larger` multiplies the large requests of steps."""
         allocator = Allocator(expandable)
         blocks: list[Block] = []
         for place, event in enumerate(self.events):
@@ -244,8 +244,8 @@ class Requests:
 def with_cached(memory: Memory, limit: int) -> Components:
     """Return the run's GPU memory with cuBLAS's workspaces and torch's cache (on a CPU, neither).
 
-    The cache is left out if all else exceeds `limit` bytes. It is also left out if the model loops
-    over tokens (LOOP): its requests are unknown. Expandable segments free the cache above `limit`.
+    The cache is left out if all else exceeds `limit` bytes, and if the model loops over tokens
+    (LOOP), because the requests are then unknown. Expandable segments free the cache above `limit`.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
@@ -269,9 +269,9 @@ def requests_of(memory: Memory, states: Components) -> Requests:
     """Return the requests of loading, of two steps, and of one evaluation if the run has any.
 
     Two steps are needed because the first update puts the optimizer's state where activations were.
-    A third micro-batch would only repeat the second one. With DeepSpeed and FSDP, each of `states`
-    is one allocation at the start; parameters include the most that is ever gathered. ZeRO-1 and
-    ZeRO-2 allocate their bucket at the start of each step, and free it after the backward.
+    With accumulation, each step has two micro-batches: a third would only repeat the second. With
+    DeepSpeed and FSDP, each part of `states` is one allocation at the start; parameters include the
+    most ever gathered. In each step, ZeRO-1 and ZeRO-2 hold a bucket until the backward ends.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights

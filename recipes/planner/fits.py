@@ -56,7 +56,7 @@ def estimator_of(config: PreTrainedConfig) -> Estimator:
 
 
 class Estimator:
-    """The memory of one model at any micro-batch, mostly from one trace."""
+    """The memory of one model at any micro-batch. One trace usually serves all micro-batches."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = _with_padding(config)
@@ -118,12 +118,12 @@ class Estimator:
             return self._of_batch(run, case)
         except Exception as error:  # a model's own code may fail in any way on fake tensors
             what = f"cannot be planned: the model's code does not run on tensors without data: {one_line(error)}"
-            raise mistake("model", what, "use recipes fit, which measures the memory in real steps") from None
+            raise mistake("model", what, "use `recipes fit`, which measures the memory in real steps") from None
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
-        """Extrapolate from copies of a small batch. Their number has no factor in common with any
-        size of the model (`at_batch`). The small batch is 1, or with Liger the batch's odd factor:
-        chunks of the loss have 2^n tokens, so batches of 3, 6 and 12 have equally many chunks.
+        """Extrapolate from copies of a small batch. The number of copies has no factor in common
+        with any size of the model (`at_batch`). The small batch is 1, or with Liger the batch's
+        largest odd factor: the loss has chunks of 2^n tokens, equally many for 3, 6 and 12 rows.
         """
         from recipes.planner.trace import as_traced, trace_any
 
@@ -165,7 +165,7 @@ class Estimator:
         )
 
     def liger(self, run: RunSpec) -> bool:
-        """True if Liger computes the loss. With label smoothing, Trainer needs the logits."""
+        """True if Liger computes the loss: never with label smoothing, which needs the logits."""
         of_this = replace(run, model={"model_type": self.config.model_type})
         return fuses_the_loss(of_this) and not run["label_smoothing_factor"]
 
@@ -234,8 +234,8 @@ class Planner:
     def best(self, run: RunSpec) -> Planned:
         """Plan the run at the largest micro-batch that fits, or at the smallest one if none fits.
 
-        If no micro-batch fits, and evaluations need the most memory, their batch is halved until
-        the run fits, or else stays. Results do not depend on this batch.
+        If no micro-batch fits, and evaluations need the most memory, the evaluation batch is halved
+        until the run fits (or kept, if the run never fits). Results do not depend on this batch.
         """
         found = entry = self._largest(run)
         batch = run["per_device_eval_batch_size"]
@@ -298,7 +298,7 @@ class Planner:
 
 
 def asks_for_a_micro_batch(run: RunSpec) -> bool:
-    """True if the user has set the micro-batch, or the accumulation, which determines it."""
+    """True if the user has set the micro-batch, directly or by the accumulation."""
     return run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps")
 
 
@@ -322,7 +322,7 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> I
     if moment == LOADING:
         yield "loading needs more memory than steps: each GPU holds all weights in 4 bits until they are sharded"
     if LOOP in kernels:
-        yield "planned with transformers' own loop over the tokens: if a package of kernels runs, the peak is lower"
+        yield "planned with transformers' own loop over the tokens: kernels of another package would lower the peak"
         yield "memory that torch caches is not counted: nvidia-smi shows more than the plan"
     if run["use_liger_kernel"] and not liger:
         yield "savings by Liger's kernels are not counted: the real peak is lower"

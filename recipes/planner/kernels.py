@@ -79,7 +79,7 @@ class Operations(TorchFunctionMode):
             return torch.ops.aten._scaled_dot_product_attention_math(*kept, enable_gqa=enable_gqa)[0]
 
     def _softmax(self, softmax: Callable, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
-        """Allocate what softmax allocates, called in any form. `dim` does not change the memory."""
+        """Allocate as softmax, function or method, does. `dim` does not change the memory."""
         if scores.dim() > 2 and scores.requires_grad:
             self.kernels.add(EAGER)
         if is_divided():
@@ -129,7 +129,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Multiply each row (tokens, in) by its expert's matrix (experts, in, out). Save both."""
+    """Multiply rows (tokens, in) by the experts' matrices (experts, in, out). Save both inputs."""
 
     @staticmethod
     def forward(ctx, rows, matrices):
@@ -148,8 +148,8 @@ class _GroupedMatmul(torch.autograd.Function):
 def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
     """True if a fused kernel (flash, efficient, cuDNN) supports the tensors.
 
-    All fused kernels save the same. Source: select_sdp_backend of torch's cuda/sdp_utils.cpp. Flash
-    needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The efficient
+    All fused kernels save the same tensors. Source: select_sdp_backend of torch's sdp_utils.cpp.
+    Flash needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The efficient
     kernel supports masks. It needs aligned head sizes, refuses bfloat16 below 8.0, and up to torch
     2.13 refuses grouped heads (for later torch, plans are too high). cuDNN's kernel runs masked
     grouped heads in 16 bits on 9.x and 10.x. The math kernel runs all else, such as grouped heads
@@ -270,7 +270,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
     """Replace head and loss as liger-kernel 0.8.5 does, so that the full logits never exist.
 
-    The rows are `copies` equal batches. A chunk of them is `copies` times a chunk of one batch.
+    The rows are `copies` equal batches, so a chunk is `copies` times as large as for one batch.
     """
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
@@ -282,7 +282,7 @@ def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
 
 def fuse_layers(model: Any) -> None:
     """Replace RMSNorm and the product of a gated MLP as liger-kernel 0.8.5 does (ops/rms_norm.py,
-    ops/swiglu.py). trace.py's `_rotary` replaces the rotary embedding: Liger's works in place.
+    ops/swiglu.py). `_rotary` in trace.py replaces rotary embeddings, which Liger computes in place.
     """
     for layer in model.modules():
         if type(layer).__name__.endswith("RMSNorm"):
@@ -307,7 +307,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Save the gate before its activation, and `up`. Their gradients overwrite the two."""
+    """Save `gate`, before its activation, and `up`. Their gradients overwrite the saved tensors."""
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -323,8 +323,8 @@ class _Loss(torch.autograd.Function):
     """Allocate the logits of a few rows at a time, and all gradients in the forward.
 
     Source: Liger's ops/fused_linear_cross_entropy.py. The gradients of rows (tokens, width) and
-    head have the dtypes of rows and head. From capability 8.0 on, each product is added to the
-    head's gradient in place. Below 8.0, the product and an fp32 copy are allocated first.
+    head have the dtypes of rows and head. From capability 8.0 on, a chunk's product is added to the
+    head's gradient in place. Below 8.0, this product and an fp32 copy are allocated first.
     """
 
     @staticmethod
@@ -363,7 +363,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Product4bit(torch.autograd.Function):
-    """Allocate as bitsandbytes' MatMul4Bit for many tokens: it unpacks the matrix at each use."""
+    """Allocate like bitsandbytes' MatMul4Bit for many tokens: unpack the matrix at each use."""
 
     @staticmethod
     def forward(ctx, rows, weight, bias):
@@ -377,14 +377,14 @@ class _Product4bit(torch.autograd.Function):
 
 
 class Linear4bit(torch.nn.Linear):
-    """Allocate as bitsandbytes' Linear4bit: compute in the weight's dtype, return the input's."""
+    """Allocate like bitsandbytes' Linear4bit: compute in the weight's dtype, return the input's."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return _Product4bit.apply(rows.to(self.weight.dtype), self.weight, self.bias).to(rows.dtype)
 
 
 def quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
-    """Freeze the model, and replace all linear layers except the head with 4-bit layers."""
+    """Freeze the model, and put 4-bit layers in place of all linear layers except the head."""
     from transformers.pytorch_utils import Conv1D
 
     output, last = model.get_output_embeddings(), list(model.children())[-1]

@@ -61,7 +61,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA adapters, or DoRA's, of rank `rank` on the modules `targets`."""
+    """LoRA or DoRA adapters of rank `rank` on the modules `targets`."""
 
     rank: int
     targets: tuple[str, ...] | str = "all-linear"
@@ -97,8 +97,8 @@ class Case:
 class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
-    The forward makes the first `made_forward` rows of `allocations`. `kernels` names the unfused
-    attention that ran, LOOP if `_at_length` made the trace, and COMPILED if layers were compiled.
+    The forward makes the first `made_forward` rows of `allocations`. `kernels` holds EAGER or MATH
+    if such attention ran, LOOP if `_at_length` made the trace, and COMPILED for compiled layers.
     `made_by` has each row's operation and traced size; `_of_depth` and `_at_length` leave it empty.
     """
 
@@ -121,7 +121,7 @@ class Traced:
         end = len(sizes)
 
         def at(times: np.ndarray, change: np.ndarray) -> np.ndarray:
-            """Sum the changes that happen until each allocation is made."""
+            """For each allocation, sum the changes that happen until it is made."""
             there = times <= end
             return np.bincount(times[there], change[there], end + 1).astype(int).cumsum()[1:]
 
@@ -329,7 +329,7 @@ class Memory:
         """One GPU's memory by the name of the moment. Raises `UserError` for tensor parallelism."""
         if self.run.engine.parallelism.sharing > 1:
             what = "cannot be planned, because it is unknown which share of this model each process holds"
-            raise mistake("tensor_parallel", what, "use recipes fit, which measures the memory")
+            raise mistake("tensor_parallel", what, "use `recipes fit`, which measures the memory")
         after = Components(
             parameters=self.parameters,
             optimizer=self.optimizer,
@@ -401,7 +401,7 @@ class Memory:
           the forward before torch 2.15, a variable of `wait_for_unshard` keeps the buffer until the
           next unit is copied, so three layers are in memory. In the backward, the next unit's
           buffer is filled during a unit's backward (`FSDPParamGroup.wait_for_unshard` and
-          `_backward_prefetch`). One process copies its own shard, without a buffer.
+          `_backward_prefetch`). A single process copies its own shard, without a buffer.
         - A unit's gradients are whole until the unit's backward ends. Their scatter buffer stays
           until the next unit has made a buffer (`FSDPParamGroup.post_backward`, `foreach_reduce`).
         - Without `sync_each_batch`, Trainer calls accelerate's `no_sync` in every micro-batch of a
@@ -579,7 +579,7 @@ class Memory:
     def _saving_bytes(self) -> float:
         """Bytes of the copies of weights in RAM during a save. GPUs gather one parameter at a time.
 
-        ZeRO-1 and ZeRO-2 copy the whole model in every process (`Accelerator.get_state_dict`),
+        DeepSpeed below ZeRO-3 copies the whole model on all ranks (`Accelerator.get_state_dict`),
         though only rank 0 writes it. In all other cases only rank 0 copies weights from its GPU,
         and with adapters only the trained weights. ZeRO-3 and FSDP2 gather them on rank 0 first.
         """

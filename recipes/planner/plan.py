@@ -287,7 +287,7 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 
     `row` is the plan of `standard`, or else of the first recipe. If nothing fits, each change saves
     GPU memory, or RAM if only RAM is too small; of changes with equal memory the first is returned.
-    Alternatives fit without offload at the same length: the first, and the first with adapters.
+    Of alternatives (no offload, same length), return the first, and the first with adapters.
     """
     if best and best.run.engine.offload_optimizer == "none":
         return []
@@ -363,7 +363,7 @@ def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str
     yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam is not slower in published figures"
     yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"
     yield "memory_zero3", {"optim": None}, f"{recomputed}; Adam and parameters on the host: {{host}}"
-    yield "standard", lora, "none: frozen weights save as much as the second forward pass costs"
+    yield "standard", lora, "none: frozen weights save as much time as the second forward pass costs"
     if not asked["load_in_4bit"]:  # frozen weights are not in 4 bits already
         yield "standard", in_16_bits, "none; frozen weights in 16 bits"
         if several:

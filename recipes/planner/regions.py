@@ -36,7 +36,7 @@ def divided() -> int:
 def compile_layers(model: torch.nn.Module, kind: str) -> None:
     """Replace the forward of each layer in a list of equal layers, except in lists inside a layer.
 
-    Models of one `kind` differ only in how many layers they have, and share the halves of layers.
+    Models of one `kind` differ only in their number of layers, and share the divided layers.
     """
     inner: set[torch.nn.Module] = set()
     for blocks in [module for module in model.modules() if is_repeated_blocks(module)]:
@@ -46,7 +46,7 @@ def compile_layers(model: torch.nn.Module, kind: str) -> None:
 
 
 def _region(layer: Any, kind: str) -> Callable:
-    """Return a forward for `layer` that runs as two halves. Equal layers share the halves."""
+    """Return a forward for `layer` that the partitioner divides. Equal layers share the halves."""
     forward = layer.forward
 
     def region(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _region(layer: Any, kind: str) -> Callable:
 
 
 def _compiled(half: torch.fx.GraphModule, inputs: list) -> Callable:
-    """Return a half to run in which each fused operation only allocates its result."""
+    """Return a function that runs `half`. Fused operations in it only allocate their results."""
     for node in half.graph.nodes:
         value, written = node.meta.get("val"), _is_written(node)
         if isinstance(value, torch.Tensor) and (_is_fused(node) or (_is_view(node) and not written)):
@@ -101,5 +101,5 @@ def _is_written(node: torch.fx.Node) -> bool:
 
 
 def _result(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *_: object) -> torch.Tensor:
-    """Return the result of a fused kernel; without `strides`, it takes the memory of one number."""
+    """Return a fused kernel's result. Without `strides`, the result takes one number's memory."""
     return torch.empty_strided(shape, [0] * len(shape) if strides is None else strides, dtype=dtype)

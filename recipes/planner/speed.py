@@ -48,7 +48,7 @@ def mfu_of(card: str) -> tuple[float, str]:
 def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
     """Return the bus bandwidth between GPUs in bytes per second, and the name of the link.
 
-    Return (None, "") for one process, between nodes, and for a GPU outside the catalogue.
+    Return (None, "") for one process, for several nodes, and for a GPU not in known_gpus.csv.
     """
     if processes == 1 or nodes > 1 or not any(card.name == gpu.name for card in CATALOGUE):
         return None, ""

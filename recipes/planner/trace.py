@@ -147,7 +147,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
 
 
 def _rotary(config: PreTrainedConfig, case: Case) -> contextlib.AbstractContextManager:
-    """Return a context: with `liger_layers`, rotary embeddings allocate nothing, as Liger's do."""
+    """Return a context: with `liger_layers`, rotary embeddings allocate nothing, as in Liger."""
     module = sys.modules.get(getattr(_class(config, case.task), "__module__", ""))
     if not case.liger_layers or not hasattr(module, "apply_rotary_pos_emb"):
         return contextlib.nullcontext()
@@ -278,12 +278,12 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
 
 
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int] | None:
-    """Return the layers of two shallow models to trace, and how many more pieces the deep model has
-    than the first one. None if no kinds of layers repeat, or the second would not be shallower.
+    """Return the layers of two shallow models to trace, and how many pieces the first one lacks.
 
     A piece is a group of layers that repeats up to the last layer: one layer, or six in Gemma 3.
     Other layers may come before, such as dense layers before experts. The first shallow model has
-    `pieces` pieces, or two if a piece has several layers. The second has one piece more.
+    `pieces` pieces, or two if a piece has several layers. The second has one piece more. Return
+    None if no piece repeats, or if the second model would be as deep as the whole model.
     """
     found = []
     for period in range(1, len(kinds) // 3 + 1):
@@ -297,14 +297,14 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Return the case to trace: PACKAGED only for models that use it, uncompiled for a loop."""
+    """Return the traced case: PACKAGED only if the model uses it, uncompiled if the model loops."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
 
 
 def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: float, known: dict) -> Traced:
-    """Return the trace of `times` the batch of a case, for a model of any depth and length.
+    """Return the trace of `times` copies of a case's batch, for a model of any depth and length.
 
     Extrapolate from shallow models if layers repeat, and from three short lengths if the model
     loops over tokens, because a long loop takes minutes. Batches of shorter sequences hold more
@@ -324,8 +324,8 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
 
     Without checkpointing, the last layer's backward differs from the other layers'. In 16 bits
     without autocast, the last layer's result is freed sooner. Compiled with adapters, the first
-    layer differs from the others. For each of these three reasons the shallow models get one more
-    piece of layers, so that no moment of the deep model is underestimated.
+    layer differs from the others. For each of these reasons that applies, the shallow models get
+    one more group of layers, so that no moment of the deep model is underestimated.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
@@ -353,8 +353,8 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
 
 
 def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
-    """Return the lengths of three traces if the model loops over tokens and the case is longer;
-    else an empty sequence.
+    """Return three short lengths to trace if the model loops over tokens and the case is longer
+    than all three, else ().
 
     Layers with a state loop over single tokens, or over chunks of 64 tokens, unless the kernels of
     another package run. This function searches the model's source for such a loop. Sequences below
@@ -369,7 +369,7 @@ def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
 
 
 def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
-    """Return a copy of `config` with only these layers, and only their values in lists by layer."""
+    """Return a copy of `config` with only these layers, also in lists with one value per layer."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     before = text.num_hidden_layers
@@ -384,10 +384,10 @@ def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
 
 
 def at_batch(traced: Traced, copies: int, times: float) -> Traced:
-    """Return the trace of `times` a batch, from the trace of `copies` times that batch.
+    """Return the trace of `times` copies of a batch, from the trace of `copies` copies.
 
-    The number of copies has no factor in common with a size of the model. So only an allocation
-    that depends on the batch has a size that is a multiple of this number.
+    `copies` has no factor in common with a size of the model. So only an allocation that depends
+    on the batch has a size that is a multiple of `copies`.
     """
     sizes = traced.allocations[:, SIZE]
     sizes = np.where(sizes % copies, sizes, np.rint(sizes // copies * times).astype(int))
@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return where the repeated piece begins in both traces. Raises `ValueError` without one."""
+    """Return where the repeated piece begins in both traces; `ValueError` if no piece repeats."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -465,7 +465,7 @@ def _same(one: Sequence[object], two: Sequence[object]) -> int:
 
 
 def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """Return how much later `other` frees and completes tensors; `ValueError` if not `possible`."""
+    """Return the delays of frees and completions in `other`; `ValueError` if not in `possible`."""
     step = other - one
     if step[:, [SIZE, LOGITS]].any() or not np.isin(step[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

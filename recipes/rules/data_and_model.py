@@ -180,7 +180,7 @@ def the_model_is_a_folder(run):
         return
     parent = expanded(name).parent
     near = nearest(expanded(name).name, [path.name for path in parent.glob("*")])
-    fix = str(parent / near) if near else "name an existing folder, or a Hub id"
+    fix = f"use {parent / near}" if near else "name an existing folder, or a Hub id"
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         yield Problem("model_name_or_path", f"there is no folder {name}", fix)
     elif near and "/" in name:  # a misspelt `outputs/base`, or a Hub id whose owner is also a folder here
@@ -189,7 +189,7 @@ def the_model_is_a_folder(run):
 
 @rule_of_train_py
 def the_folder_holds_a_model(run):
-    """Loading ends in `OSError: no file named model.safetensors found`, or an empty vocabulary."""
+    """Loading ends in `OSError: no file named model.safetensors found`, or gives no vocabulary."""
     folder = model_folder(run["model_name_or_path"])
     if folder is None or run.place.is_elsewhere:
         return
@@ -273,7 +273,7 @@ def what_peft_accepts(message: str, dora: bool = False) -> str:
     """Return the fix for peft's error `message` about a model. `dora`: the run uses DoRA."""
     fix = "name other modules of the model with --lora_target_modules"
     if "DoRA" in message or (dora and "ParamWrapper" in message):  # peft has neither dropout nor DoRA for experts
-        return f"{fix}, or --lora_dropout 0 without --use_dora"
+        return f"{fix}, or use --lora_dropout 0 without --use_dora"
     return f"--lora_dropout 0, or {fix}" if "dropout" in message else fix
 
 
@@ -361,7 +361,7 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
 
 
 def _layers_of_base(cls: type) -> Sequence[str]:
-    """The `_no_split_modules` of the model without a head, for a class that has none; or empty."""
+    """The `_no_split_modules` of the headless model, for a class without its own; or empty."""
     from transformers import AutoModel
 
     config = getattr(cls, "config_class", None)

@@ -32,14 +32,14 @@ from recipes.run.command_line import belongs
 from recipes.run.engine import from_environment, from_yaml
 from recipes.run.files import Json, launch_with, shipped
 
-_ON_GPUS = 'Check the run for GPUs: recipes check --gpu "H100 80GB"'
+_ON_GPUS = 'If the run will train on GPUs, check it with `recipes check --gpu "H100 80GB"`'
 
 # --- The processes --------------------------------------------------------------------------------
 
 
 @rule
 def single_engine_starts_one_process(run):
-    """`NO`, and `MULTI_CPU` without mpirun_config, start one process despite --num_processes."""
+    """`NO` and `MULTI_CPU` start one process despite --num_processes: train.py refuses mpirun."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
         what = f"{run.engine.raw.get('distributed_type') or 'NO'} starts one process, but the run has {run.world_size}"
         is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
@@ -254,7 +254,7 @@ def deepspeed_json_keys_are_known(run):
     known = legal.names("deepspeed_json")
     for key in (run.engine.json or {}) if known else ():
         if key not in known:
-            fix = nearest(str(key), known) or "use a key of DeepSpeed's own reference"
+            fix = nearest(str(key), known) or "use a key that DeepSpeed's documentation lists"
             yield in_json(run, str(key), "is not a key that DeepSpeed reads", fix)
 
 
@@ -282,8 +282,8 @@ _NOT_DIVIDED = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm
 
 @rule
 def tensor_parallelism_fits_the_run(run):
-    """ZeRO-3 ends in `Check batch related parameters`. Adapters, which DeepSpeed divides like other
-    layers, end in `KeyError: Parameter containing` or `loss must be a scalar tensor`.
+    """With ZeRO-3 the run ends in `Check batch related parameters`. With adapters, which DeepSpeed
+    divides too, it ends in `KeyError: Parameter containing` or `loss must be a scalar tensor`.
 
     Seen on two CPU ranks: `dispatch_batches` multiplies the global batch by the group's size.
     Without `average_tokens_across_devices`, Trainer divides by a token count not summed over ranks.
@@ -364,7 +364,7 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
 def fsdp2_is_chosen(run):
     """The launcher defaults to FSDP1, which Trainer deprecates. An unknown version counts as 1."""
     if uses_fsdp(run) and run.engine.kind == "fsdp" and run.engine.fsdp_version not in (1, 2):
-        yield _of_key(run, "version", f"{run.engine.fsdp_version} trains as FSDP1", "2")
+        yield _of_key(run, "version", f"{run.engine.fsdp_version} trains as FSDP1", "use version 2")
     written = dict(_sections(run)).get("fsdp_config")
     if written is not None and str(written.get("fsdp_version", written.get("version", 1))) == "1":
         what = "1, the default if the key is missing, is deprecated"
@@ -374,7 +374,7 @@ def fsdp2_is_chosen(run):
 @rule
 def fsdp2_shards_layer_by_layer(run):
     """If the auto-wrap policy wraps nothing, FSDP2 gathers the whole model for every forward and
-    backward. The policy by size also wraps the list of layers, and fails: `fully_shard does not
+    backward. SIZE_BASED_WRAP also wraps the list of layers, and fails: `fully_shard does not
     support containers that do not implement forward`. The demonstration is too small to be wrapped.
     """
     section, fix = run.engine.fsdp, "TRANSFORMER_BASED_WRAP"
@@ -389,20 +389,20 @@ def fsdp2_shards_layer_by_layer(run):
 
 @rule
 def fsdp_recomputes_once_and_the_same(run):
-    """With both kinds of checkpointing, the run ends once the model is loaded:
+    """If FSDP and Trainer both checkpoint activations, the run ends once the model is loaded:
     `activation_checkpointing in FSDP config and ... argument can't both be set to True`.
 
     accelerate's checkpointing loses the random state: on two CPU ranks it changes the losses of a
-    GPT-2 with dropout. Trainer's checkpointing keeps the losses, and needs no more collectives.
+    GPT-2 with dropout. Trainer's checkpointing keeps the losses, and adds no collectives.
     """
     if not uses_fsdp(run) or not is_true(run.engine.fsdp.get("activation_checkpointing")):
         return
     if run["gradient_checkpointing"]:
         what = "repeats FSDP's activation_checkpointing"
         yield Problem("gradient_checkpointing", what, "set activation_checkpointing: false in fsdp_config")
-    what, fix = "recomputes with other dropout masks than the forward", "set it to false, with --gradient_checkpointing"
+    what, fix = "recomputes with other dropout masks than the forward", "set it to false, add --gradient_checkpointing"
     if run["use_peft"] and run["lora_dropout"]:
-        what, fix = f"{what}, and adapters have dropout", f"{fix}, or --lora_dropout 0"
+        what, fix = f"{what}, and adapters have dropout", f"{fix}; or use --lora_dropout 0"
         yield _of_key(run, "activation_checkpointing", what, fix)
     else:
         yield _of_key(run, "activation_checkpointing", f"{what}, if the model has dropout", fix, "advice")
@@ -417,13 +417,13 @@ def _scatters(run: RunSpec) -> bool:
 
 
 def _finds_unused(run: RunSpec) -> bool:
-    """True if DDP with checkpointing searches for unused parameters, by default only for LoRA."""
+    """True if DDP searches for unused parameters: Trainer's default with checkpointing and LoRA."""
     asked = run["ddp_find_unused_parameters"]
     return (asked or (asked is None and run["use_peft"])) and not run["ddp_static_graph"]
 
 
 def _offloads_gradients(run: RunSpec) -> bool:
-    """True if `--fsdp` offloads under FSDP2. accelerate adds gloo only if the YAML offloads."""
+    """True if `--fsdp` offloads under FSDP2, without the gloo that accelerate adds for a YAML."""
     offloads = is_true(mapping(run["fsdp_config"]).get("cpu_offload")) or "offload" in str(run["fsdp"]).split()
     return bool(run["fsdp"]) and offloads and fsdp_version(run) == 2
 

@@ -1,7 +1,7 @@
 """The building blocks of rules: helpers that report a problem, and facts about a run.
 
 A rule whose condition is one expression is an `error_row` or `advice_row`: in `table`, or in the
-ROWS of `engine`, `training` and `data_and_model`. Any other rule is a function in one of these
+ROWS of `engine`, `training` and `data_and_model`. Any other rule is a function in one of the last
 three modules:
 
     @rule
@@ -46,7 +46,7 @@ class Rule:
     of_train_py: bool = False
 
     def __call__(self, run: RunSpec) -> Iterator[Problem]:
-        """Yield the run's problems. A problem about a setting gets the source of its value."""
+        """Yield the run's problems. A problem about a setting gets the source of the setting."""
         return map(run.with_source, self.judge(run))
 
 

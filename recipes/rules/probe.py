@@ -218,8 +218,8 @@ def _check_names(run: RunSpec, args: Any) -> None:
 
 
 def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
-    """Check the ParallelismConfig in arguments or variables. If its sizes do not fit the processes
-    and the engine, add a problem to `found`.
+    """Check the ParallelismConfig of the arguments or the environment. If its sizes do not fit the
+    processes and the engine, add a problem to `found`.
     """
     from accelerate import DistributedType, ParallelismConfig
 
@@ -312,7 +312,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
 
 def _with_defaults(content: dict[str, Any]) -> Any:
     """Return a DeepSpeed JSON with DeepSpeed's defaults for the keys of clipping, precision,
-    optimizer and schedule that it leaves out. Trainer fills in "auto", and compares written values
+    optimizer and schedule that the JSON lacks. Trainer fills in "auto", and compares written values
     with its arguments. A missing key gets DeepSpeed's default whatever the arguments say.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
@@ -335,7 +335,7 @@ def _with_defaults(content: dict[str, Any]) -> Any:
 
 
 def _optimizer_class(section: dict[str, Any]) -> Any:
-    """The optimizer class that DeepSpeed uses on a GPU. Its CPU classes have the same defaults."""
+    """The optimizer class that DeepSpeed uses on a GPU. Those for a CPU have the same defaults."""
     import torch
     from deepspeed.ops import adam, lamb, lion
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -390,7 +390,7 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """Return a problem about the first setting in the error's message that the user wrote. Else,
+    """Return a problem about the first setting that the message names and the user wrote. Else,
     with a `file`: about the first key in `content` that the message names by key or value, or the
     file itself. Else, without a `file`: about the first setting in `about` ("a b c") that the user
     wrote, then about a setting that the message names, then about TrainingArguments.

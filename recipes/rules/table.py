@@ -1,9 +1,9 @@
 """The table of rules whose condition is one expression. To add a rule, add a row.
 
-Three kinds of rows have a tuple each: settings that a run does not read, values out of range, and
-missing packages. Every other row is an `error_row` or an `advice_row`. A rule that needs more than
-one expression is a function in `engine`, `training` or `data_and_model`; these modules have rows of
-their own too.
+Rows of three kinds are in one tuple per kind: settings that a run does not read, values out of
+range, and missing packages. Every other row is an `error_row` or an `advice_row`. A rule that needs
+more than one expression is a function in `engine`, `training` or `data_and_model`; these modules
+have rows of their own too.
 
 The run's values are filled into `what` and `fix`: "{optim} needs ..." names the optimizer.
 """
@@ -217,7 +217,7 @@ _ERRORS = (
     # The batch
     error_row("batch_size_is_not_searched", "auto_find_batch_size", lambda run: run["auto_find_batch_size"],
               "would change the global batch",
-              "leave it out, and lower --per_device_train_batch_size: accumulation follows",
+              "leave it out, and lower --per_device_train_batch_size: accumulation rises to match",
               "auto_find_batch_size lowers only the micro-batch, so the global batch changes silently."),
     error_row("accumulation_is_said_once", "accelerator_config",
               lambda run: gradient_accumulation_kwargs(run).get("num_steps") not in (None, 1)
@@ -307,12 +307,12 @@ _ERRORS = (
 
 
 def _fine_tunes(run: RunSpec) -> bool:
-    """True if train.py trains pretrained weights. A plan trains nothing."""
+    """True if train.py trains pretrained weights; False for a plan, which trains nothing."""
     return run["model_name_or_path"] is not None and not run["from_scratch"] and run.place.by_train_py
 
 
 def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
-    """Return AdamW's lowest and highest rate without advice, and the rates that papers use."""
+    """Return AdamW's lowest and highest usual learning rate, and the rates that papers use."""
     if run["use_peft"]:
         return 1e-4, 1e-3, "LoRA: Hu et al. 2021 use 2e-4 to 5e-4, Dettmers et al. 2023 use 1e-4 to 2e-4"
     return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 use 2e-5 to 5e-5, Touvron et al. 2023 use 2e-5"
@@ -370,12 +370,12 @@ _OF_TRAIN_PY = (
     error_row("only_the_demonstration_has_no_data", "dataset_name",
               lambda run: run["dataset_name"] is None and run.place.by_train_py
               and (run["model_name_or_path"] is not None or run["task"] == "sequence_classification"),
-              "is missing: the demonstration's texts are only for the demonstration's own model",
+              "is missing: the texts of train.py's demonstration are only for the demonstration's own model",
               "--dataset_name FILE_OR_HUB_ID", "The run would succeed, and make the model worse."),
     error_row("only_the_demonstration_has_no_model", "model_name_or_path",
               lambda run: run["model_name_or_path"] is None and run["dataset_name"] is not None
               and run.place.by_train_py,
-              "is missing: the demonstration's small decoder is not for data of your own",
+              "is missing: the small decoder of train.py's demonstration is not for data of your own",
               "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
               lambda run: run["task"] != "causal_lm" and parts_of_run(run)[1:],
@@ -384,7 +384,7 @@ _OF_TRAIN_PY = (
     error_row("a_streamed_mixture_has_weights", "dataset_name",
               lambda run: run["dataset_streaming"] and parts_of_run(run)[1:] and parts_of_run(run)[0].weight is None,
               "is a mixture without weights: each stream would be read to its end, and may have no end",
-              lambda run: f"dataset_name: {[dict(name=part.name, weight=1) for part in parts_of_run(run)]}"
+              lambda run: f"write dataset_name: {[dict(name=part.name, weight=1) for part in parts_of_run(run)]}"
               " in a file for --config",
               "Without weights each part is read to its end, which a stream may not have."),
     error_row("a_stream_is_told_how_long", "max_steps",

@@ -50,7 +50,7 @@ def nested_settings_are_known(run):
 
 @rule
 def nested_files_can_be_read(run):
-    """If the file is missing, rules cannot judge it, and every rank ends in `FileNotFoundError`."""
+    """Rules cannot judge settings in a missing file, and every rank ends in `FileNotFoundError`."""
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         value = run[name]
         if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
@@ -96,7 +96,7 @@ def yaml_compiles_what_the_arguments_do_not(run):
     elif not run["torch_compile"]:
         what = f"{backend} compiles the model although torch_compile is off"
         from_a_file = "remove it from the YAML" if run.engine.raw else "unset ACCELERATE_DYNAMO_BACKEND"
-        yield in_yaml(run, "dynamo_config", what, f"{from_a_file}, or --torch_compile")
+        yield in_yaml(run, "dynamo_config", what, f"{from_a_file}, or use --torch_compile")
 
 
 @rule

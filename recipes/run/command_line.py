@@ -138,7 +138,7 @@ def names_with_a_fix() -> set[str]:
 
 
 def belongs(name: str) -> str:
-    """Return the name to write instead of an unknown name, or where to set it; else empty."""
+    """Return the fix for a name that belongs elsewhere: another name, or its place; else empty."""
     if name in legal.names("ddp") and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")
@@ -231,7 +231,7 @@ def _expected(known: legal.Field, dashes: str) -> str:
     if known.choices:
         return "one of " + ", ".join(known.choices)
     if known.name == "dataset_name":
-        return "a name, a list of names, or in a file entries such as {name: data.jsonl, weight: 2}"
+        return "a name, a list of names, or, in a file, entries such as {name: data.jsonl, weight: 2}"
     if known.name == "dataset_columns":
         return f"{dashes}dataset_columns question=prompt answer=completion"
     # A setting of type dict accepts a JSON object; some also accept the path of a JSON file.

@@ -24,7 +24,7 @@ def existing_path(name: str | None) -> Path | None:
 
 def files_in(folder: Path) -> list[Path]:
     """Return the sorted files that `datasets` reads below a folder. A file is left out if its name,
-    or the name of a folder on the way to it, is like .x or __x.
+    or the name of a folder on the way to it, starts with . or __.
     """
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     return [file for file in files if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}")]
@@ -59,7 +59,7 @@ def find_yaml(name: str | Path, subject: str = "--accelerate_config", beside: st
     known, stem = [file.stem for file in sorted(shipped("").glob("*.yaml"))], str(name).removesuffix(".yaml")
     if stem in known:
         return shipped(f"{stem}.yaml")
-    fix = nearest(stem, known, 0.7) or f"the path of an existing file, or one of {', '.join(known)}"
+    fix = nearest(stem, known, 0.7) or f"give the path of an existing file, or one of {', '.join(known)}"
     raise mistake(subject, f"there is no file {name}, and no shipped YAML of that name", fix, source)
 
 
@@ -89,10 +89,10 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # `2026-13-13` is an illegal date
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        raise mistake(subject, f"{path} is not valid YAML{line}", "one `name: value` on each line") from None
+        raise mistake(subject, f"{path} is not valid YAML{line}", "write one `name: value` on each line") from None
     if not isinstance(content, dict):
         what = f"{path} holds a {type(content).__name__}, not settings"
-        raise mistake(subject, what, "one `name: value` on each line")
+        raise mistake(subject, what, "write one `name: value` on each line")
     return content
 
 

@@ -1,4 +1,4 @@
-"""Reads fit.json: a micro-batch that `--fit` found, for one training on the same devices."""
+"""Reads fit.json: the micro-batch that `--fit` found for one training on certain devices."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ _SETTINGS = (
 
 
 def identity(run: RunSpec) -> Json:
-    """Return the conditions of a fit, as JSON: settings, engine, world size, devices and data."""
+    """Return what must be equal for a fit to hold: settings, engine, world size, devices, data."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}

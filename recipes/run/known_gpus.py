@@ -48,7 +48,7 @@ def find(name: str) -> KnownGpu:
         names = " or ".join(gpu.name for gpu in cards)
         raise mistake("gpu", f"{name!r} is the name of {len(cards)} cards", f"write {names}")
     fix = f"one of {', '.join(gpu.name for gpu in same_chip or CATALOGUE)}; or, for `recipes plan`, --gpu_memory GB"
-    raise mistake("gpu", f"{name!r} is not in the catalogue", fix)
+    raise mistake("gpu", f"{name!r} is not a known GPU", fix)
 
 
 def known(name: str) -> KnownGpu | None:

@@ -1,6 +1,6 @@
 """Finds recipes by name: a shipped one, or a user's own in a YAML or a Python file.
 
-A YAML states a base and the changes to it, each value with its reason, as the catalogue does:
+A YAML states a base and the changes to it, each value with its reason, as in catalog.py:
 
     base: fast                 # a shipped recipe
     purpose: Fine-tuning on our support tickets.
@@ -9,8 +9,8 @@ A YAML states a base and the changes to it, each value with its reason, as the c
     changes:
       learning_rate: [5.0e-5, best of the three that we tried]
 
-A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Write it
-as `--recipe mine.py:function`. In Python, the base may also be a recipe of your own.
+A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Give
+both names as `--recipe mine.py:function`. In Python, the base may also be a recipe of your own.
 """
 
 import re
@@ -62,7 +62,7 @@ def own_settings(recipe: Recipe) -> dict[str, Setting]:
 def _from_yaml(file: str) -> Recipe:
     content = read_yaml(file, "recipe")
     if "base" not in content:
-        fix = "write base: fast, or give settings with --config, or an Accelerate YAML with --accelerate_config"
+        fix = "write base: fast; or use --config for a file of settings, --accelerate_config for an Accelerate YAML"
         raise mistake("recipe", f"{file} has no base", fix)
     base = str(content["base"])
     if base not in RECIPES:
@@ -88,7 +88,7 @@ def _unknown_key(key: str, file: str) -> Problem:
 
 def _from_python(file: str, name: str) -> Recipe:
     if existing_path(file) is None:
-        raise mistake("recipe", f"there is no file {file}", "the path of an existing Python file")
+        raise mistake("recipe", f"there is no file {file}", "give the path of an existing Python file")
     module = _run(file, runpy.run_path, file)
     recipe = _run(file, module[name]) if callable(module.get(name)) else None
     if not isinstance(recipe, Recipe):
@@ -135,7 +135,7 @@ def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
 
 
 def _change(name: str, value: Any, file: str) -> Value | None:
-    """Check one change, and return it in the form of the catalogue. Raises `UserError`."""
+    """Check one change, and return it as a `Value` of catalog.py. Raises `UserError`."""
     if name in _OF_A_RECIPE:
         return _of_a_recipe(name, value, file)
     if name not in legal.settings():

@@ -1,9 +1,9 @@
 """Reads the settings of an earlier run from its run.json, to train the run once more.
 
-The new run gets the values that the user wrote, except secrets and settings for one start. The
-other values are derived again. If one would now differ (another library version, a limit of the
-model, a micro-batch that `--fit` found), the new run gets the recorded value, unless the value is
-a secret, a path or illegal here, or another machine decided it.
+The new run gets the values that the user wrote, except secrets and flags for one start, such as
+--fresh. The other values are derived again. If one would now differ (another library version, a
+limit of the model, a micro-batch that `--fit` found), the new run gets the recorded value, unless
+the value is a secret, a path or illegal here, or another machine decided it.
 """
 
 import json
@@ -22,7 +22,7 @@ from recipes.run.place import Place
 from recipes.run.spec import BATCH, BATCH_FIELDS, BEST_MODEL, FIT, HIDDEN, LIBRARY, RunSpec, Setting
 
 NAME = "run.json"
-_RUN = f"the --output_dir of a run, or its {NAME} as train.py wrote it"
+_RUN = f"give the --output_dir of a run, or its {NAME} as train.py wrote it"
 # Settings that can name a file or folder that a run reads.
 _INPUTS = (
     "recipe", "model_name_or_path", "dataset_name", "deepspeed", "fsdp_config", "accelerator_config",
@@ -80,8 +80,8 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """Return the recorded run's settings that the user wrote, its recipe and global batch, without
-    secrets and settings for one start. Each needed secret not `given` again becomes a problem.
+    """Return the settings that the user wrote for the recorded run, its recipe and global batch,
+    without secrets and _NOT_REPEATED. Each needed secret not `given` again becomes a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}

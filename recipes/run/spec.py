@@ -190,7 +190,7 @@ class RunSpec(Mapping):
             yield BEST_MODEL, self._saved_when_evaluated(name)
 
     def _saved_when_evaluated(self, name: str) -> Decision | None:
-        """Return a value that saves at each evaluation; None if other settings decide that."""
+        """Return a value with which every evaluation saves; None if other settings decide that."""
         strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is saved too"
         if name == "save_strategy":
             says_when = self.explicit("save_steps") or self.recipe.stated("save_steps")

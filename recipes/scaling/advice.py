@@ -43,7 +43,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Return the changes for this size: first those that keep the global batch, each group by gain.
+    """Return the changes for this size by gain, but first all that keep the global batch.
 
     If noise hides the causes, the only possible advice is a smaller world size.
     """
@@ -109,7 +109,7 @@ def _volume_bound(row: Timing, waits: float) -> bool:
     """True if sending a step's bytes takes longer than twice the latency of its collectives, and
     longer than a quarter of the wait (ranks that compete for cores can cause the rest).
 
-    The bandwidth alone is not enough: for small messages it includes latency. False if unknown.
+    Both are compared: the bandwidth of small messages includes latency. False if one is unknown.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False
@@ -121,7 +121,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     """Yield the smallest accumulation that brings communication to a tenth of a step.
 
     The global batch grows with the accumulation. Yield nothing above `_MOST_ACCUMULATION` times the
-    present accumulation, or if a step synchronises more than once: each micro-batch would add one.
+    present accumulation, or if a step synchronises more than once, as each micro-batch then does.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
     each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command

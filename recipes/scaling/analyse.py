@@ -215,7 +215,7 @@ def _typical(rows: Sequence[Timing]) -> Timing:
 
 
 def band(efficiency: float) -> str:
-    """Return the band of an efficiency rounded as printed: 84.96 % (printed 85.0%) is excellent."""
+    """Return the band of an efficiency, rounded as printed: 84.96 % is 85.0%, thus excellent."""
     efficiency = round(efficiency, 3)
     return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
 

@@ -1,7 +1,7 @@
 """The causes of lost time in a step, with the seconds that each cause costs.
 
 Lost time is a step's time minus a reference: one process's time for all the work, divided by the
-number of processes, or else its time for one share. The step itself shows the seconds of data,
+number of processes, or else for its own share. The step itself shows the seconds of data,
 communication, logging and saving; a comparison of computing times shows the other causes.
 """
 
@@ -173,7 +173,7 @@ def wire_time(size: float, bandwidth: float, processes: int) -> float:
 
 
 class Training:
-    """The rows of one process: the reference for all world sizes of a training and its recipe."""
+    """The rows with one process: the reference for all world sizes of one training and recipe."""
 
     def __init__(self, rows: Sequence[Timing]) -> None:
         self._alone: dict[int, list[Timing]] = {}  # rows of one process, by global batch
@@ -234,7 +234,7 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
-    """Split the lost computing time among the factors by their logarithms: the parts add up."""
+    """Split the lost computing time in proportion to the factors' logarithms: the parts add up."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
@@ -247,7 +247,7 @@ def _slowdowns(row: Timing, step: float, whole: float | None, share: float | Non
 def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[tuple[str, float, str]]:
     """Yield each cause, the factor by which it makes computing longer, and the evidence.
 
-    One process alone takes `whole` seconds for the global batch, `share` seconds for one share.
+    One process alone takes `whole` seconds for the global batch, `share` for 1/num_processes of it.
     """
     middle, slowest = row.no_sync_step, row.no_sync_step_max
     if middle and slowest:
@@ -270,7 +270,7 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield the time of passes and optimizer beyond the `share` seconds of one process alone."""
+    """Yield the time of both passes and the optimizer beyond `share`, the time of one process."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)
@@ -290,7 +290,7 @@ def _computing(row: Timing) -> float | None:
 
 
 def _share(row: Timing) -> float | None:
-    """Return the examples of an optimizer step that each process computes; None if unknown."""
+    """Return how many examples of an optimizer step each process computes; None if unknown."""
     return row.global_batch / row.num_processes if row.global_batch else None
 
 

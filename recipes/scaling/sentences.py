@@ -89,7 +89,7 @@ def _undecided(size: Size) -> str:
 def _too_noisy(size: Size) -> str:
     covered = max((one for one in size.losses.causes if not one.clear), key=lambda cause: cause.seconds)
     off = covered.uncertain
-    beside = ", with those of one process," if covered.key in AGAINST_A_REFERENCE else ""
+    beside = ", together with those of one process," if covered.key in AGAINST_A_REFERENCE else ""
     text = f"Too noisy to name a cause: {CAUSES[covered.key]} may take {covered.share:.0%} of a step, but the "
     text += f"repeats{beside} leave an uncertainty of {off / covered.step:.0%}."
     more = ceil(1.2 * size.repeats * (off / covered.seconds) ** 2)

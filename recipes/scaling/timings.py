@@ -106,7 +106,7 @@ COLUMNS = {one.name: str(one.type) for one in fields(Timing)}  # each with its t
 _RATES = {"samples_per_second": "samples", "tokens_per_second": "tokens"}  # columns that may replace epoch_time
 _OF_A_RATE = 1000  # a row with only a throughput gets the time of this many samples or tokens
 _POSITIVE = ("num_processes", "epoch_time", "samples", "step_time", "tokens", "global_batch", *_RATES)
-_EXAMPLE = "give a .csv whose first line is num_processes,epoch_time,samples, or the .jsonl of recipes scale run"
+_EXAMPLE = "give a .csv whose first line is num_processes,epoch_time,samples, or the .jsonl of `recipes scale run`"
 
 
 def name_of(run: Settings) -> str:
@@ -139,7 +139,7 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
 
 def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the non-empty rows of a file, each with its line number. Raises `UserError` if the
-    file cannot be read, or if a .csv lacks num_processes.
+    file cannot be read, or has neither .jsonl's form nor a column num_processes.
     """
     number = 0
     try:

@@ -125,7 +125,7 @@ def test_compare_prints_differing_settings_results_and_failed_runs(runs, answer)
         assert found[name][:2] == [record[name] for record in records[:2]]
         assert name in printed
     _, printed = answer("compare", runs / "plain", runs / "diverged")
-    assert re.match("these runs train differently, which also changes their results: .*, learning_rate\n", printed)
+    assert re.match("these runs train differently \\(.*, learning_rate\\), which also changes their results\n", printed)
 
 
 def test_runs_are_compared_by_the_contents_of_their_data_and_not_by_its_path(runs):

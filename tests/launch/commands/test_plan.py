@@ -46,7 +46,7 @@ def test_plan_recommends_the_fit_command_for_a_model_that_cannot_be_traced(said,
     AutoConfig.register(LooksAtItsDataConfig.model_type, LooksAtItsDataConfig)
     AutoModelForCausalLM.register(LooksAtItsDataConfig, LooksAtItsData)
     monkeypatch.setitem(MODELS, "untraceable", LooksAtItsDataConfig(**SHAPE))
-    assert "use recipes fit, which measures the memory" in said("untraceable", "--gpu 'A100 80GB' --recipe standard", 2)
+    assert "use `recipes fit`, which measures the memory" in said("untraceable", "--gpu H100 --recipe standard", 2)
 
 
 def test_plan_prints_the_recommended_recipe_before_a_table_of_the_recipes(said):

@@ -62,14 +62,14 @@ def test_dataset_columns_renames_the_columns_of_a_classifier(tmp_path, tokenizer
 WRONG = {
     "nothing in a row": ([None, 1], None, "dataset_label_field", "1 row without a usable label"),
     "objects": ([{"a": 1}, {"a": 2}], None, "dataset_label_field", "2 rows without a usable label"),
-    "numbers and texts": ([1, "x"], None, "dataset_label_field", "a class is a text or a whole number"),
-    "fractions as classes": ([0.5, 1.5], SINGLE, "dataset_label_field", "a class is a text or a whole number"),
+    "numbers and texts": ([1, "x"], None, "dataset_label_field", "classes must be all texts or all whole numbers"),
+    "fractions as classes": ([0.5, 1.5], SINGLE, "dataset_label_field", "must be all texts or all whole numbers"),
     "one class": (["a", "a"], None, "dataset_label_field", "all rows have the same label: a"),
     "several classes as one": ([["a"], ["b"]], SINGLE, "problem_type", "holds lists"),
     "one class as several": (["a", "b"], MULTI, "problem_type", "holds one label a row"),
     "a row without a list": ([["a"], None, ["b"]], None, "dataset_label_field", "1 row without a usable label"),
     "no number": ([0.5, math.nan], None, "dataset_label_field", "1 row without a usable label"),
-    "lists of fractions": ([[0.5], [0.5, 1.5]], None, "dataset_label_field", "a class is a text or a whole number"),
+    "lists of fractions": ([[0.5], [0.5, 1.5]], None, "dataset_label_field", "all texts or all whole numbers"),
     "texts as numbers": (["a", "b"], REGRESSION, "problem_type", "the column 'label' holds other values"),
 }
 

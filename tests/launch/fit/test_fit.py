@@ -152,7 +152,7 @@ def test_fit_doubles_a_micro_batch_that_runs_or_halves_one_that_does_not(most, t
     run = resolve(["--recipe", "standard", "--output_dir", str(tmp_path / "out"), "--memory_limit", "1"])
     if not most:
         with pytest.raises(
-            UserError, match=r"not even a micro-batch of 1 fits in 953.7 MiB: asked for 2 GiB\. Fix: raise it, set"
+            UserError, match=r"a micro-batch of 1 fits in 953.7 MiB: asked for 2 GiB\. Fix: raise --memory_limit; or"
         ):
             fit.fit(run, argv, World())
         assert not (tmp_path / "out" / "fit.json").exists()

@@ -19,7 +19,7 @@ ONE = ["--config_file", str(CONFIGS / "single.yaml")]
 TWO = ["--config_file", str(CONFIGS / "standard.yaml"), "--num_processes", "2", "--main_process_port", "0"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-STOPPED = "told to stop: run the same command again\n"
+STOPPED = "told to stop: run the same command again to resume\n"
 
 
 @pytest.fixture

@@ -325,7 +325,7 @@ def test_a_refused_or_finished_run_tokenizes_nothing_and_changes_no_file(finishe
     assert outcome.code == 2 and "holds a finished run with recipe standard, not baseline" in outcome.output
     outcome = train_here(tiny_model, texts, finished, *other("--logging_steps", "3"))
     assert outcome.code == 0 and "nothing to train" in outcome.output
-    assert "not trained, because the run has finished: logging_steps 3" in outcome.output
+    assert "logging_steps 3.0 (was 1.0) has no effect, because the run has finished" in outcome.output
     outcome = train_here(tiny_model, texts, finished.with_name("new"), "--dataset_text_field", "nowhere")
     assert outcome.code == 2 and not finished.with_name("new").exists()
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before

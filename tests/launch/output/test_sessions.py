@@ -40,7 +40,7 @@ def test_rerun_exact_refuses_a_run_that_was_resumed_with_other_process_counts(re
     whole["sessions"][0]["world_size"] = 2
     (tmp_path / "run.json").write_text(json.dumps(whole))
     assert main(["rerun", "run.json", "--dry_run"]) == 0
-    resumed = "the recorded run was resumed on 2 and then 1 processes and with another max_steps"
+    resumed = "a resume changed the recorded run (processes: 2, then 1; max_steps)"
     assert resumed in " ".join(capsys.readouterr().err.split())
     assert main(["rerun", "run.json", "--dry_run", "--exact"]) == 2
     assert "leave out --exact" in capsys.readouterr().err

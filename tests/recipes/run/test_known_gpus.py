@@ -52,7 +52,7 @@ def test_a_gpu_name_without_a_single_match_is_refused_with_the_gpus_of_that_chip
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_gpu_that_is_not_in_the_catalogue_is_refused_and_has_no_peak_flops(name):
-    with pytest.raises(UserError, match=r"is not in the catalogue"):
+    with pytest.raises(UserError, match=r"is not a known GPU"):
         find(name)
     assert Hardware((Gpu(name, (8, 0), 2**30),)).peak_flops is None
 

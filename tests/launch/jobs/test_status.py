@@ -63,7 +63,7 @@ def test_status_of_a_run_started_by_hand_is_running_while_its_folder_is_locked(t
     os.close(handle)
     assert "ended unexpectedly (killed?)" in status(tmp_path, capsys)
     assert main(["logs", str(tmp_path)]) == 2
-    assert "without `recipes submit`" in capsys.readouterr().err
+    assert "was started by `recipes submit`" in capsys.readouterr().err
 
 
 def test_status_lists_the_newest_run_first_and_without_runs_says_that_none_was_submitted(tmp_path, capsys):

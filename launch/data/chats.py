@@ -107,7 +107,13 @@ def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
         message["tool_calls"] = [_with_arguments(call) for call in _functions(calls, "a tool call")]
     if "content" not in turn and not message.keys() & {*_ANSWERS}:
         raise mistake("dataset_name", f"has a message without content: {_short(turn)}", _MESSAGES)
-    message.setdefault("content", "")
+    content = message.setdefault("content", "")
+    if role != "tool":  # many templates leave out a list of parts, or write it as Python
+        parts = content if isinstance(content, list) else [content]
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        if not all(isinstance(text, str) for text in texts):
+            raise mistake("dataset_name", f"has a message whose content is not text: {_short(turn)}", _MESSAGES)
+        message["content"] = "".join(texts)
     return message
 
 

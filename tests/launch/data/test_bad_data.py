@@ -53,6 +53,7 @@ ROWS = {
     "a role with a mistake in it": ({"messages": [*CHAT, {"role": "asistant", "content": "b"}]}, "the role 'asistant'"),
     "a role that ShareGPT does not have": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'narrator'"),
     "another key for the content": ({"messages": [{"role": "user", "text": "a"}]}, "a message without content"),
+    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, *ANSWER]}, "content is not text"),
     "chats written as text": ({"conversations": "Hello"}, "not a list of messages"),
     "an answer that is a number": ({"instruction": "2+2", "output": 4}, "holds 4 in the column 'output', not text"),
     "a call that is not JSON": ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is not a JSON object"),

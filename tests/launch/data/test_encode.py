@@ -102,6 +102,8 @@ CHATS = {
     "a system message of null": (  # some templates would write "None"
         {"messages": [{"role": "system", "content": None}, *CHAT]}, BRIEF.replace("Be brief.", ""), SPOKEN,
     ),
+    "parts": ({"messages": [user([{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), *CHAT[1:]]},
+        said("Hello", "Hi!", "Bye", "See you"), SPOKEN),
     "ShareGPT": ({"id": "x_0", "conversations": SHAREGPT}, BRIEF, SPOKEN),
     "ShareGPT, a column for the system": ({"system": "Be brief.", "conversations": SHAREGPT[1:]}, BRIEF, SPOKEN),
     "ShareGPT, role and content": ({"conversations": NAMED}, BRIEF, SPOKEN),
@@ -246,13 +248,9 @@ LEARNED = {
     "a completion of messages": (
         {"prompt": CHAT[:3], "completion": CHAT[3:]}, {}, said("Hello", "Hi!", "Bye", "See you"), LAST,
     ),
-    "Alpaca": (
-        ALPACA, {}, said("Translate to French.\n\nGood morning", "Bonjour"), "Bonjour<|im_end|>\n",
-    ),
+    "Alpaca": (ALPACA, {}, said("Translate to French.\n\nGood morning", "Bonjour"), "Bonjour<|im_end|>\n"),
     "Alpaca without an input": (TASK, {}, said("Name a prime number.", "7"), "7<|im_end|>\n"),
-    "Alpaca that holds its text too": (
-        {**TASK, "text": "whole"}, {}, said("Name a prime number.", "7"), "7<|im_end|>\n",
-    ),
+    "Alpaca with a text too": ({**TASK, "text": "whole"}, {}, said("Name a prime number.", "7"), "7<|im_end|>\n"),
     "Alpaca without a chat template": (
         ALPACA, {"model_name_or_path": None},
         "Translate to French.\n\nGood morning\n\nBonjour<|endoftext|>", "Bonjour<|endoftext|>",

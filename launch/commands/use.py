@@ -149,7 +149,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     held = [name for name in ("config.json", "adapter_config.json") if (folder / name).is_file()]
     if not held:
         newest = next((str(path) for path in numbered(folder)), "")
-        fix = f"use {newest}, or " * bool(newest) + "train the run to its end: the command that started it resumes it"
+        fix = f"use {newest}, or " * bool(newest) + "finish the run: repeat the command that started it"
         raise mistake("FOLDER", f"{folder} holds no model, because its run has not ended", fix)
     is_adapter = settings.get("use_peft", {}).get("value") and "config.json" not in held
     if not is_adapter:  # the folder holds a whole model, perhaps a merged one

@@ -94,7 +94,7 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
 def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
     value = row.get(column)
     if not isinstance(value, str | None):
-        what = f"holds {one_line(repr(value)[:100])} in the column {column!r}, not text"
+        what = f"holds {one_line(repr(value)[:100])} in the column {column!r}, which is not text"
         raise mistake(subject, what, "put text in this column in every row")
     return value or ""
 

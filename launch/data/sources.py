@@ -60,7 +60,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
     rows = datasets.concatenate_datasets(pieces)
     if not len(rows):
         listed = ", ".join(f"{name} ({len(split):,} rows)" for name, split in splits.items())
-        percent = "" if "%" in wanted or "[" not in wanted else "; % makes a number a percentage: train[80%:]"
+        percent = "" if "%" in wanted or "[" not in wanted else "; for percent, write train[80%:]"
         raise mistake(flag, f"the split {wanted!r} is empty", f"name another split: {listed}{percent}")
     return rows
 

@@ -1,11 +1,11 @@
 """Tokenize data once, on every core, before any process group is joined. Every rank then maps the
 tokens from the disk into memory.
 
-A folder in the cache of `datasets` is for one version of the data, one tokenizer and one set of
-settings, and holds the tokens in files of about 50 MB. index.json records where in the data the
-last file ends: a start after a kill resumes there, and so does a start that needs more rows. Tokens
-do not depend on packing. Only a classifier's tokens depend on max_length, because the tokenizer
-truncates. `Dataset.map` would copy the raw data, and would start anew after a kill.
+A folder in the cache of `datasets` is for one version of data, code, tokenizer and settings, and
+holds the tokens in files of about 50 MB. index.json records where in the data the last file ends: a
+start after a kill resumes there, and so does a start that needs more rows. Tokens do not depend on
+packing. Only a classifier's tokens depend on max_length, because the tokenizer truncates.
+`Dataset.map` would copy the raw data, and would start anew after a kill.
 """
 
 import contextlib
@@ -35,7 +35,6 @@ from launch.data import sources
 from launch.data.encode import IGNORED, Tokens, encode_rows
 from launch.data.sources import Source
 from launch.host.files import write_whole, writing
-from recipes import __version__
 from recipes.errors import UserError
 from recipes.mixture import Part, parts_of_run
 from recipes.run import Json, RunSpec, Settings
@@ -227,7 +226,8 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
     packages = [package.__version__ for package in (datasets, tokenizers, transformers)]
     read = _OF_CLASSIFIERS if run["task"] == "sequence_classification" else _SETTINGS
     settings = [part.name, part.config or run["dataset_config"], dict(part.columns), *(run[name] for name in read)]
-    made_of = json.dumps([__version__, packages, settings, files, _contents(tokenizer)])
+    code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]  # as pulled by git
+    made_of = json.dumps([code, packages, settings, files, _contents(tokenizer)])
     name = re.sub(r"[^\w.-]", "_", Path(part.name).name)[:40]
     stem = f"{name}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
     root = cache_folder()

@@ -356,7 +356,7 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
         load(text, folder)
     training = training_in(content)
     if training is None:
-        raise mistake("command", "does not start launch/train.py", "start it with the command of azureml/fast.yaml")
+        raise mistake("command", "does not start launch/train.py", "copy the command of azureml/fast.yaml")
     raise_errors(list(_missed_by_azure(content, training)))
     code = (folder / str(content.get("code", ""))).resolve()
     if not (code / "launch" / SCRIPT.name).is_file():

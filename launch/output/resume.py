@@ -196,7 +196,7 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
 
 
 def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[str] = ()) -> Earlier:
-    """Begin a run from the checkpoint that the user named. Raises `UserError` if it is damaged."""
+    """Return how a run begins from the checkpoint that the user named; `UserError` if damaged."""
     checkpoint = inspect(path)
     if not checkpoint.valid:
         fix = "leave --resume_from_checkpoint out: the newest valid checkpoint is found automatically"

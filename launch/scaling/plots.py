@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture as a file of each format, with a caption that explains how to read the picture."""
+    """A picture, saved once per format, with a caption that explains how to read the picture."""
 
     kind: str  # the end of the picture's file name
     caption: str

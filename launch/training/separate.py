@@ -44,8 +44,8 @@ def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunS
     what = f"{config.model_type} models let the examples of a packed row see each other"
     reason = what if mixes else f"it is unknown whether {what}"
     if run.explicit("packing"):
-        raise mistake("packing", reason, "--packing_strategy wrapped, or --packing false")
-    fix = "set --packing_strategy wrapped to join the examples"
+        raise mistake("packing", reason, "--packing false; or, to join the examples anyway, --packing_strategy wrapped")
+    fix = "to join the examples anyway, set --packing_strategy wrapped"
     return run.limited("packing", False, reason), [Problem("packing", f"is off: {reason}", fix, severity="advice")]
 
 

@@ -254,7 +254,7 @@ class RecipeTrainer(CommittingTrainer):
         return metrics
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
-        """Evaluate as Trainer does. If a stop cut short the last evaluation of the earlier run,
+        """Evaluate as Trainer does. If the earlier run was stopped during its last evaluation,
         this run's first evaluation repeats it, and also updates the best model and the scheduler.
         """
         owed, self._owed = self._owed, False

@@ -290,7 +290,7 @@ class Memory:
     """The memory of a run in which all `accumulation` micro-batches have the trace `micro_batch`.
 
     `evaluation` is the trace of an evaluation batch, None without evaluations. `context` is the
-    memory that CUDA and NCCL take on a GPU, None for `context_of`'s value. All sizes are in bytes.
+    memory that CUDA and NCCL take on a GPU; if None, `context_of` gives it. All sizes are in bytes.
     Sizes of states are one GPU's share.
     """
 
@@ -564,7 +564,7 @@ class Memory:
         """Bytes that offload keeps in a node's RAM between steps, and bytes of FSDP's gradients.
 
         The update frees FSDP's gradients. DeepSpeed's optimizer takes 18 bytes per trained
-        parameter: 16 for an fp32 copy, the gradient and two moments, 2 for a 16-bit copy to send
+        parameter: 16 for an fp32 copy, gradient and two moments; and 2 for a 16-bit copy to send
         back to the GPU (stage_1_and_2.py). Parameter offload adds 2 bytes for every parameter.
         """
         share = self.run.local_world_size / self.run.world_size

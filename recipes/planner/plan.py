@@ -307,8 +307,8 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[NextStep]:
     """Yield each change, and the same change with Liger's loss if only the logits do not fit.
 
-    Changes that are not legal here, or that peft refuses, are left out. The user's Accelerate YAML
-    stays for `standard` and for the recipe of `row`; a change to another recipe drops the YAML.
+    Changes that are not legal here, or that peft refuses, are left out. A change to
+    `standard` or to the recipe of `row` keeps the user's Accelerate YAML; any other drops it.
     """
     estimator = planner.estimator
     parameters = estimator.weights(row.run).total

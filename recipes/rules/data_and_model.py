@@ -84,9 +84,9 @@ def a_data_file_can_be_read(run):
             fix = f"use a file ending in {', '.join(FILE_KINDS)}, optionally followed by {' or '.join(COMPRESSED)}"
             yield Problem("dataset_name", f"{kinds[None]} has an unknown suffix", fix)
         elif len(kinds) > 1:
-            one, other = list(kinds.values())[:2]
-            what = f"{part.name} matches files of several kinds: {one}, {other}"
-            yield Problem("dataset_name", what, "write one pattern for each kind, as parts of a mixture")
+            what = f"{part.name} matches files of several kinds: {', '.join(map(str, kinds.values()))}"
+            patterns = " ".join(f"'{path.parent}/*{''.join(path.suffixes)}'" for path in kinds.values())
+            yield Problem("dataset_name", what, f"give a pattern for each kind: --dataset_name {patterns}")
         for path in paths:
             if not path.stat().st_size:
                 yield Problem("dataset_name", f"{path} is empty", "name a file with rows")

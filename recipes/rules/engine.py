@@ -250,7 +250,7 @@ def offload_happens(run):
 
 @rule
 def deepspeed_json_keys_are_known(run):
-    """DeepSpeed silently ignores `gradient_cliping`, but refuses misspelt keys inside sections."""
+    """DeepSpeed ignores a misspelt key such as `gradient_cliping`, but refuses it in a section."""
     known = legal.names("deepspeed_json")
     for key in (run.engine.json or {}) if known else ():
         if key not in known:
@@ -362,7 +362,7 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
 
 @rule
 def fsdp2_is_chosen(run):
-    """The launcher defaults to FSDP1, which Trainer deprecates. An unknown version counts as 1."""
+    """The launcher defaults to FSDP1, which Trainer deprecates. An unknown version is read as 1."""
     if uses_fsdp(run) and run.engine.kind == "fsdp" and run.engine.fsdp_version not in (1, 2):
         yield _of_key(run, "version", f"{run.engine.fsdp_version} trains as FSDP1", "use version 2")
     written = dict(_sections(run)).get("fsdp_config")

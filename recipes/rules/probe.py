@@ -107,7 +107,7 @@ def _state_as_before() -> Iterator[None]:
 
 
 def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
-    """Build each object unless an object that it needs was refused. Add refusals to `found`."""
+    """Construct the libraries' objects for the run. Add what they refuse to `found`."""
 
     @contextlib.contextmanager
     def attempt(file: str = "", content: Mapping[str, Any] | None = None, about: str = "") -> Iterator[None]:

@@ -50,7 +50,7 @@ class Cause:
 
     @property
     def large(self) -> bool:
-        """True if the loss is worth naming, even if it is not `clear`."""
+        """True if the lost time is worth naming, even if it is not `clear`."""
         return self.share >= WORTH_NAMING
 
     @property
@@ -220,7 +220,7 @@ class Training:
 
 
 def _values(key: str, rows: Sequence[Timing]) -> list[float]:
-    """Return each row's loss to a cause as a share of a step; for "computing", log(seconds).
+    """Return the share of a step that each row loses to a cause; for "computing", log(seconds).
 
     The difference of two logarithms is the relative difference of the seconds.
     """

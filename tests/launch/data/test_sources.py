@@ -91,7 +91,7 @@ def test_a_malformed_or_empty_slice_is_refused_as_a_mistake_in_the_split(wanted,
     found = problem(run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_train_split=wanted), tokenizer)
     assert found.subject == "dataset_train_split"
     assert (found.what == f"the split '{wanted}' is empty") == (wanted[-1] == "]" and "%" not in wanted)
-    assert ("a percentage: train[80%:]" in found.fix) == (wanted[-1] == "]" and "%" not in wanted)
+    assert ("for percent, write train[80%:]" in found.fix) == (wanted[-1] == "]" and "%" not in wanted)
 
 
 def test_an_evaluation_without_a_test_split_is_refused_with_example_split_flags(tmp_path, tokenizer):

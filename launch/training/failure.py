@@ -75,6 +75,8 @@ def report(error: BaseException, world: World) -> int:
     """Print `error`, unless another rank does, and return the exit code. A bug is raised again."""
     run = vars(error).get("run")  # None if the run was not resolved
     ignore_stop_requests()
+    if "parameters that were not used in producing loss" in str(error):
+        error = Failure("DDP waits for parameters that get no gradient. Fix: --ddp_find_unused_parameters true")
     if isinstance(error, UserError):
         if _prints(error, world, met_by_all=True):
             problems = [run.with_source(problem) if run else problem for problem in error.problems]

@@ -31,7 +31,7 @@ from launch.training.separate import with_separate_examples
 from recipes.errors import Problem, UserError, mistake, one_line, plural, raise_errors
 from recipes.planner.memory import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
-from recipes.rules.data_and_model import refused_by_class, what_peft_accepts
+from recipes.rules.data_and_model import freeze_parts_without_text, refused_by_class, what_peft_accepts
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import existing_path, expanded
 from recipes.run.local_model import is_classifier, max_positions
@@ -68,6 +68,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     # read the setting of their text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
     require_batches_for_batch_norm(run, model)
+    freeze_parts_without_text(model)
     return with_adapters(run, model, new) if run["use_peft"] else model
 
 
@@ -324,13 +325,14 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()
         if type(layer).__name__ == "Linear4bit":  # whose new weights transformers does not quantise
             layer.__class__ = torch.nn.Linear
     whole = [*new, *(_HEADS if run["task"] == "sequence_classification" else ())]
+    others = [f".*{re.escape(name)}" for name in whole] + freeze_parts_without_text(model)
     lora = LoraConfig(
         r=run["lora_r"],
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
         modules_to_save=list(new) or None,
-        exclude_modules=f".*({'|'.join(map(re.escape, whole))})" if whole else None,
+        exclude_modules="|".join(others) or None,
         use_dora=run["use_dora"],
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,
     )

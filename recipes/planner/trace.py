@@ -44,6 +44,7 @@ from recipes.planner.memory import (
 )
 from recipes.planner.regions import compile_layers, divided
 from recipes.quiet import silence
+from recipes.rules.data_and_model import freeze_parts_without_text
 
 _DIFFERENT = "the two traces ran different operations"
 
@@ -212,7 +213,9 @@ def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Modu
     """Build the model of `config`. Use remote code only if the class of `config` is remote code."""
     own = type(config).__module__.startswith("transformers_modules.")
     config = copy.deepcopy(config)  # a model writes its dtype and attention into the configuration
-    return _auto_class(task).from_config(config, trust_remote_code=own, **how)
+    model = _auto_class(task).from_config(config, trust_remote_code=own, **how)
+    freeze_parts_without_text(model)
+    return model
 
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
@@ -256,7 +259,7 @@ def _with_adapters(model: torch.nn.Module, adapters: Adapters) -> torch.nn.Modul
         quantise(model, getattr(torch, adapters.four_bits))
     targets = adapters.targets if isinstance(adapters.targets, str) else list(adapters.targets)
     how = {"lora_dropout": adapters.dropout, "target_modules": targets, "use_dora": adapters.dora}
-    lora = LoraConfig(r=adapters.rank, **how)
+    lora = LoraConfig(r=adapters.rank, exclude_modules="|".join(freeze_parts_without_text(model)) or None, **how)
     with patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):  # `to` fails on fake tensors
         wrapped = get_peft_model(model, lora)
     if not adapters.in_fp32:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from recipes import legal
 from recipes.errors import Problem
@@ -267,6 +268,19 @@ def fuses_the_loss(run: RunSpec) -> bool:
     asked = run["use_liger_kernel"] and run["task"] == "causal_lm"
     fused = mapping(run["liger_kernel_config"]).get("fused_linear_cross_entropy", True)
     return bool(asked and fused and _type(run) in legal.types_with_fused_loss())
+
+
+def freeze_parts_without_text(model: Any) -> list[str]:
+    """Freeze a multimodal model's modules that no text passes, such as its vision tower: DDP would
+    wait for their gradients. Return patterns of their names, for peft's `exclude_modules`.
+    """
+    base, decoder = model.base_model, model.get_decoder()
+    if decoder is base or not any(getattr(model.config, name, None) for name in ("vision_config", "audio_config")):
+        return []
+    parts = {name: part for name, part in base.named_children() if part is not decoder}
+    for part in parts.values():
+        part.requires_grad_(False)
+    return [rf"{model.base_model_prefix}\.{name}\..*" for name in parts]
 
 
 def what_peft_accepts(message: str, dora: bool = False) -> str:

@@ -501,8 +501,7 @@ UNPROVEN: dict[str, str] = {
     "batches_come_out_even": "ranks wait for each other only where the data does not divide",
     "static_graph_needs_accumulation_one": "too few examples for a second backward pass",
     **dict.fromkeys(
-        ("include_num_input_tokens_seen_is_in_range", "eval_delay_is_in_range"),
-        "another value is meant by it",
+        ("include_num_input_tokens_seen_is_in_range", "eval_delay_is_in_range"), "another value is meant by it"
     ),
     "save_total_limit_is_in_range": "all are kept",
     "label_smoothing_factor_is_in_range": "the labels' weights are negative",

@@ -55,12 +55,7 @@ def test_the_same_seed_gives_the_same_file_damage_and_the_shortest_campaign_has_
     faults = [resuming.draw_damage(Random("seed"), ["single", "ddp"], 1) for _ in range(2)]
     assert faults[0] == faults[1] == [resuming.fault_from(str(fault)) for fault in faults[0]]
     assert {fault.kind for fault in faults[0] if fault.where == resuming.CHECKPOINT} == set(resuming.KINDS)
-    assert {fault.where for fault in faults[0]} == {
-        resuming.CHECKPOINT,
-        resuming.WHOLE,
-        resuming.TWO,
-        *resuming.INPUTS,
-    }
+    assert {fault.where for fault in faults[0]} == {resuming.CHECKPOINT, resuming.WHOLE, resuming.TWO, *resuming.INPUTS}
 
 
 def test_the_same_seed_gives_the_same_random_code_mutations_in_several_folders():

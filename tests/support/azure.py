@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-NAMES = {
-    "subscription_id": "00000000-0000-0000-0000-000000000000",
-    "resource_group": "group",
-    "workspace_name": "lab",
-}
+NAMES = {"subscription_id": "00000000-0000-0000-0000-000000000000", "resource_group": "group", "workspace_name": "lab"}
 _ARM = (
     f"/subscriptions/{NAMES['subscription_id']}/resourceGroups/group"
     "/providers/Microsoft.MachineLearningServices/workspaces/lab"

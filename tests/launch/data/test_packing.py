@@ -9,13 +9,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from launch.data.batches import Joined, Packs, Stack, best_fit
 from launch.data.encode import IGNORED

@@ -196,11 +196,7 @@ def test_fit_on_a_stream_repeats_an_example_of_max_length(folder, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("line", "cause"),
-    [
-        ('{"text": oops}', "JSON"),
-        ('{"text": "a", "more": 6}', "column names don't match"),
-    ],
+    ("line", "cause"), [('{"text": oops}', "JSON"), ('{"text": "a", "more": 6}', "column names don't match")]
 )
 def test_a_stream_yields_the_data_blocks_before_a_malformed_row_and_then_the_error(line, cause, tmp_path, tokenizer):
     """The library reads ten megabytes at once, and takes the columns from the first of them."""

@@ -189,10 +189,7 @@ def test_training_names_with_special_characters_become_distinct_file_names(odd_f
 
 @pytest.mark.parametrize(
     ("rows", "kinds"),
-    [
-        ([Timing(4, 12.5), Timing(4, 13.5)], ["epoch_time_detailed"]),
-        ([Timing(2, 10, applied="before")], []),
-    ],
+    [([Timing(4, 12.5), Timing(4, 13.5)], ["epoch_time_detailed"]), ([Timing(2, 10, applied="before")], [])],
     ids=["one size", "no series"],
 )
 def test_the_scale_report_draws_only_plots_that_have_data(rows, kinds, tmp_path):

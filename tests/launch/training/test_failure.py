@@ -1,6 +1,7 @@
 """A run that fails is explained as it trained, and what follows a finished one cannot fail it."""
 
 import pytest
+import torch
 
 from launch.host.world import World
 from launch.train import main
@@ -29,6 +30,19 @@ def test_an_error_about_max_length_names_the_models_limit_as_the_source_of_the_v
     words = [word for word in model_flags(tiny_model, data) if word not in ("--max_length", "64")]
     assert main([*words, "--output_dir", str(tmp_path), "--packing", "--packing_strategy", "wrapped"]) == 2
     assert f"too few for one packed sequence of {POSITIONS} (limit)" in capsys.readouterr().err
+
+
+def test_parameters_without_a_gradient_under_ddp_are_reported_with_a_fix(capsys):
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Identity())
+    model[1].unused = torch.nn.Parameter(torch.ones(1))
+    ranks = torch.nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(2):
+            ranks(torch.ones(1, 1)).sum().backward()
+    torch.distributed.destroy_process_group()
+    assert report(caught.value, World()) == 1
+    assert "Fix: --ddp_find_unused_parameters true" in capsys.readouterr().err
 
 
 def test_an_unexpected_exception_is_raised_and_not_reported_as_a_failure_of_the_run():

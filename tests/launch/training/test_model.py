@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     DistilBertConfig,
     DistilBertModel,
+    Gemma3Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -44,6 +46,17 @@ def test_pretrained_weights_are_loaded_and_all_are_trainable_without_peft(llama,
     assert trainable(model) == {name for name, _ in model.named_parameters()}
     assert (model.config.use_cache, model.config.pad_token_id) == (False, tokenizer.pad_token_id)
     assert load(run_with(llama, attn_implementation="eager")).config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("chosen", [{}, {"use_peft": True}], ids=str)
+def test_modules_of_a_multimodal_model_that_no_text_passes_are_frozen_and_get_no_adapters(chosen, tmp_path):
+    """DDP waits for the gradient of every trained parameter, and a vision tower never gets one."""
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {**SMALL, "intermediate_size": 64, "head_dim": 16, "num_key_value_heads": 1, "pad_token_id": 0}
+    config = Gemma3Config(text_config=sizes, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    model = load(run_with(save(AutoModelForCausalLM.from_config(config), tmp_path), **chosen))
+    loss_of(model).backward()
+    assert trainable(model) == {name for name, weight in model.named_parameters() if weight.grad is not None} != set()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -154,6 +154,12 @@ def test_traced_peak_memory_is_close_to_that_of_a_real_micro_batch(name, autocas
     assert 0.98 * real < planned < 1.2 * real  # autocast on a GPU keeps more in fp32 than on a CPU
 
 
+def test_a_vision_tower_is_not_counted_as_trained():
+    weights = weigh(FAMILIES["gemma3"], "causal_lm")
+    text = AutoModelForCausalLM.from_config(FAMILIES["gemma3"]).get_decoder()
+    assert weights.trained == sum(parameter.numel() for parameter in text.parameters()) < weights.total
+
+
 LOOPS = {"mamba": 60, "jamba": 60, "qwen3_next": 384}
 
 

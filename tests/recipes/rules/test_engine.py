@@ -11,16 +11,7 @@ import torch
 from recipes.rules.check import problems_by_rule
 from recipes.run import here, resolve
 from recipes.run.files import shipped
-from tests.support.real_failures import (
-    ZERO_2,
-    arguments,
-    assert_fires,
-    launched,
-    losses,
-    tiny_llama,
-    torchrun,
-    train,
-)
+from tests.support.real_failures import ZERO_2, arguments, assert_fires, launched, losses, tiny_llama, torchrun, train
 from tests.support.running import run_ranks
 from tests.support.runs import CLASSIFY, DS, MODEL, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, model, yaml
 

@@ -41,8 +41,8 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
         print(f"{plural(len(errors), 'error')}: this run would not start.", file=sys.stderr)
         return 2
     fitted = f": {run.batch.reason}" if run.batch.source == FIT else ""
-    world = plural(run.world_size, "process")
-    print(f"legal: {run.recipe.name} on {run.engine_title}, {world}, batch {run.batch}{fitted}")
+    world, more = plural(run.world_size, "process"), "" if options.deep else "; --deep asks the libraries too"
+    print(f"legal: {run.recipe.name} on {run.engine_title}, {world}, batch {run.batch}{fitted}{more}")
     return 0
 
 

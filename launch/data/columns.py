@@ -58,7 +58,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
             if run[flag] and found == [(run["dataset_text_field"],)]:
                 return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or leave the flag out")]
     return [
-        Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to a column of the data")
+        Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to one of these columns")
         for field in fields
         if run[field] not in has
     ]

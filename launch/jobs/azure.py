@@ -107,14 +107,16 @@ class Azure(Target):
         return yaml.dump(self._body(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
     def _body(self, job: Job) -> Json:
+        found: list[tuple[str, str, str]] = []
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
-            raise mistake("data", "names the job's data set, and so does --dataset_name", "give only one of them")
+            found.append(("data", "names the job's data set, and so does --dataset_name", "give only one of them"))
         if job.run.explicit("output_dir"):
-            raise mistake("output_dir", "is deleted with the job", "leave it out; --output_uri names another path")
+            found.append(("output_dir", "is deleted with the job", "leave it out; --output_uri names another path"))
         if not self.compute and not self.instance_type:
-            raise mistake("compute", "is not given", "use --compute NAME for a cluster, or --instance_type")
+            found.append(("compute", "is not given", "use --compute NAME for a cluster, or --instance_type"))
         if self.spot and self.compute:  # a cluster has its own tier: Azure would ignore --spot, and charge for the tier
-            raise mistake("spot", "needs serverless compute", "use --instance_type, not --compute; or leave out --spot")
+            found.append(("spot", "needs serverless compute", "use --instance_type, not --compute, or no --spot"))
+        own_files(job, [Problem(*words) for words in found])
         inputs = self._inputs()
         content = {
             "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
@@ -258,9 +260,7 @@ def _remote(name: str, uri: str) -> str:
         return uri
     fix = "use azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
     if name == "data" and existing_path(uri):
-        fix = (
-            f"for a file in the current folder, write -- --dataset_name {uri}: it is uploaded with the code; else {fix}"
-        )
+        fix = f"for a file in this folder, write -- --dataset_name {uri}: it is uploaded with the code; else {fix}"
     raise mistake(name, f"{uri} is neither a data asset nor a uri of storage", fix)
 
 
@@ -303,12 +303,12 @@ def _config(job: Job) -> str:
     return f"accelerate_configs/{config.name}" if _is_shipped(config) else os.path.relpath(config.resolve())
 
 
-def own_files(job: Job) -> list[Path]:
+def own_files(job: Job, found: Sequence[Problem] = ()) -> list[Path]:
     """Return the user's files that the job reads, relative to the current folder.
 
-    Raises `UserError` with each file that would be missing on the nodes.
+    Raises `UserError` with the problems `found` and each file that would be missing on the nodes.
     """
-    run, files, problems = job.run, [], []
+    run, files, problems = job.run, [], [*found]
     named = [("recipe", file) for file in run.recipe.files]
     yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.files else [])]
     named += [("accelerate_config", os.path.relpath(file.resolve())) for file in yamls if not _is_shipped(file)]

@@ -1,5 +1,6 @@
 """A Trainer that completes each checkpoint's manifest once all files are flushed to the disk."""
 
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,6 +59,9 @@ class CommittingTrainer(Trainer):
         file = Path(run["output_dir"], "README.md")
         if run["use_peft"] and file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
             self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
+            # Trainer writes "multi-GPU" on a CPU too, and links a local folder to the Hub.
+            wrong = r"- distributed_type: .*\n|\(https://huggingface\.co/[./~][^)]*\)"
+            file.write_text(re.sub(wrong, "", file.read_text(encoding="utf-8")), encoding="utf-8")
             with file.open("a", encoding="utf-8") as card:
                 card.write(f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n")
 

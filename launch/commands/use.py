@@ -14,7 +14,7 @@ from launch.flags import Commands
 from launch.host.files import writing
 from launch.host.world import World, prepare_process, process_group
 from launch.output.checkpoints import model_notes, numbered
-from launch.terminal import console, memory_size, plural, print_note, print_table
+from launch.terminal import console, memory_size, plural, print_note, print_progress, print_table
 from recipes.errors import mistake, one_line, raise_errors
 from recipes.mixture import title
 from recipes.quiet import quiet_libraries
@@ -123,8 +123,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     from launch.training.model import load_tokenizer
 
     tokenizer = load_tokenizer(run)
-    nothing = Data((), None, list, "")  # type: ignore[arg-type]
-    model = _model(run, folder, tokenizer, nothing).eval()
+    model = _model(run, folder, tokenizer, Data((), None, list, "")).eval()  # type: ignore[arg-type]
     model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": options.prompt}]
@@ -159,6 +158,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
             print_note(f"{folder} was merged before its adapter was trained further", console(stderr=True))
     run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
     raise_errors(list(run.problems))
+    print_progress("importing the libraries", console(stderr=True))
     return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained, so no engine is needed
 
 

@@ -275,7 +275,8 @@ def freeze_parts_without_text(model: Any) -> list[str]:
     wait for their gradients. Return patterns of their names, for peft's `exclude_modules`.
     """
     base, decoder = model.base_model, model.get_decoder()
-    if decoder is base or not any(getattr(model.config, name, None) for name in ("vision_config", "audio_config")):
+    is_multimodal = any(getattr(model.config, name, None) for name in ("vision_config", "audio_config"))
+    if base in (decoder, model) or not is_multimodal:
         return []
     parts = {name: part for name, part in base.named_children() if part is not decoder}
     for part in parts.values():

@@ -17,7 +17,7 @@ TESTS = (
     "recipes/run/test_spec.py",
     "recipes/test_factories.py",
     "launch/training/test_equals_handwritten_loop.py::test_a_recipe_has_the_losses_of_a_handwritten_loop[standard-4-4-False]",
-    "launch/scaling/test_scale.py::test_measure_does_not_change_the_losses_or_weights_of_a_training",
+    "launch/scaling/test_scale.py::test_the_flag_measure_does_not_change_the_losses_or_weights_of_a_training",
     "launch/training/test_sharded.py",
     "launch/training/test_other_world.py",
 )

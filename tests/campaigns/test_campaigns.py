@@ -36,7 +36,7 @@ PHASES = ["start"] * 9 + ["step 1", "save"] * 20 + ["end"] * 3
 EVENTS = {"single": [{MAIN: PHASES, BACKGROUND: []}], "ddp": [{MAIN: PHASES, BACKGROUND: [BACKGROUND] * 9}] * 2}
 
 
-def test_random_cases_are_equal_for_equal_seeds_and_change_flags_variables_and_files():
+def test_random_runs_of_the_legality_campaign_repeat_by_seed_and_vary_flags_variables_and_files():
     cases = [[draw(Random(f"seed-{number}")) for number in range(300)] for _ in range(2)]
     assert cases[0] == cases[1] == [from_json(case.as_json()) for case in cases[0]]
     assert len({case.as_json() for case in cases[0]}) > 280
@@ -58,7 +58,7 @@ def test_the_same_seed_gives_the_same_file_damage_and_the_shortest_campaign_has_
     assert {fault.where for fault in faults[0]} == {resuming.CHECKPOINT, resuming.WHOLE, resuming.TWO, *resuming.INPUTS}
 
 
-def test_the_same_seed_gives_the_same_random_code_mutations_in_several_folders():
+def test_the_same_seed_draws_the_same_random_code_mutations_and_they_lie_in_several_folders():
     first, again = (breaks.draw(Random("seed"), ROOT, 40) for _ in range(2))
     assert first == again
     assert {Path("launch/output"), Path("recipes/rules")} <= {one.file.parent for one in first}
@@ -108,16 +108,16 @@ def compared(rule: str, without: float, beside: str = ""):
     return compare(Judgement(refused), trained(2.5), CASE, [rule], lambda case, rule: trained(without))
 
 
-def test_the_campaign_calls_a_setting_refused_as_ignored_proven_if_it_leaves_the_loss_unchanged():
+def test_the_campaign_takes_an_unchanged_loss_as_proof_that_a_refused_setting_is_ignored():
     assert compared(RULE, 2.5).proven and not compared(RULE, 2.5).disagreement
 
 
-def test_the_campaign_reports_a_setting_refused_as_ignored_that_changes_the_loss():
+def test_the_campaign_reports_a_disagreement_if_a_setting_refused_as_ignored_changes_the_loss():
     assert RULE in compared(RULE, 2.4).disagreement
     assert RULE in compared(RULE, 2.4, beside=AT_ITS_WORD).disagreement
 
 
-def test_a_refusal_that_no_loss_can_prove_is_counted_as_unproven():
+def test_the_campaign_counts_a_refused_run_that_trains_as_unproven_if_its_rule_is_listed_there():
     assert compared(AT_ITS_WORD, 2.4).unproven and not compared(AT_ITS_WORD, 2.4).disagreement
 
 
@@ -144,12 +144,12 @@ def written(folder: Path, moment: Moment) -> tuple[int, list[str]]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sorted(file.name for file in folder.glob("out/*"))
 
 
-def test_a_process_is_killed_just_before_it_opens_the_chosen_file(tmp_path):
+def test_the_kill_campaign_kills_a_process_just_before_it_opens_the_drawn_file(tmp_path):
     assert written(tmp_path, Moment(3)) == (-signal.SIGKILL, ["a"])  # the first is the start itself
     assert (tmp_path / HIT).read_text() == "start"
 
 
-def test_a_kill_chosen_for_rank_1_does_not_kill_rank_0(tmp_path):
+def test_a_kill_that_the_campaign_drew_for_rank_1_does_not_kill_rank_0(tmp_path):
     assert written(tmp_path, Moment(3, rank=1)) == (0, ["a", "b", "c"])
     assert not (tmp_path / HIT).exists()
 
@@ -176,13 +176,13 @@ CRASH = "Traceback (most recent call last):\nValueError: no"
         ("data", 0, f"texts.jsonl has changed\n{SILENT}", "losses", resuming.TOLD),
     ],
 )
-def test_a_run_on_damaged_files_is_classified_by_exit_code_output_and_differences(where, code, output, differs, kind):
+def test_the_damage_campaign_judges_a_run_by_exit_code_output_and_differences(where, code, output, differs, kind):
     file = resuming.INPUTS.get(where, "out/checkpoint-5/model.safetensors")
     fault = resuming.Fault("single", where, "removed", 0)
     assert resuming.judge(Outcome(code, output), fault, [Path(file)], lambda: differs)[0] == kind
 
 
-def test_a_changed_optimizer_state_in_the_last_checkpoint_is_found_as_a_difference(tmp_path, monkeypatch):
+def test_the_damage_campaign_notices_an_optimizer_state_that_differs_from_the_undamaged_run(tmp_path, monkeypatch):
     """Beside a finished run, what it left when nobody touched it."""
     import torch
     from safetensors.torch import save_file
@@ -213,7 +213,7 @@ def test_a_changed_optimizer_state_in_the_last_checkpoint_is_found_as_a_differen
         ("resuming damage --count 12 --engine single ddp", " 0 lost"),
     ],
 )
-def test_recipes_check_agrees_with_random_runs_and_killed_or_damaged_runs_are_never_lost(words, ends):
+def test_short_legality_kill_and_damage_campaigns_find_no_disagreement_and_no_lost_training(words, ends):
     done = campaign(*words.split(), "--seed", "slow tier")
     assert done.returncode == 0 and ends in done.stdout, done.stdout + done.stderr
 

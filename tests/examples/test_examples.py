@@ -24,7 +24,7 @@ def rows_of(kind, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fast", "sharded"])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "custom_loss"])
-def test_example_scripts_train_most_weights_on_two_ranks(kind, recipe, tiny_model, tmp_path):
+def test_example_scripts_on_two_ranks_change_over_half_of_the_weight_tensors(kind, recipe, tiny_model, tmp_path):
     data, output = tmp_path / "rows.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(rows_of(kind, number)) + "\n" for number in range(64)))
     launcher = [

@@ -69,7 +69,7 @@ def test_planned_memory_for_an_h200_is_close_to_the_measured_memory_except_for_m
 @pytest.mark.parametrize(
     ("status", "words", "left"), [(OK, [], 0), (NOT_RUN, ["--budget", "10"], len(all_cases(rehearse=True)))]
 )
-def test_gpu_cases_with_results_are_skipped_and_cases_over_budget_are_listed(status, words, left, tmp_path):
+def test_python_m_tests_gpu_skips_measurements_with_results_and_lists_those_over_budget(status, words, left, tmp_path):
     results = Results(tmp_path, all_cases(rehearse=True), rehearse=True)
     for case in results.cases:
         results.add(case.name, {"status": status})
@@ -78,18 +78,18 @@ def test_gpu_cases_with_results_are_skipped_and_cases_over_budget_are_listed(sta
 
 
 @pytest.mark.slow
-def test_a_gpu_case_that_fails_or_exceeds_its_deadline_has_the_status_failed(tmp_path):
+def test_a_measurement_of_tests_gpu_that_fails_or_exceeds_its_deadline_has_the_status_failed(tmp_path):
     assert measured("tiny loop", tmp_path, rehearse=True, deadline=0.01)["status"] == "failed: over its deadline"
     assert measured("no such case", tmp_path, rehearse=True, deadline=900)["status"].startswith("failed: ")
 
 
-def test_python_m_tests_gpu_without_a_gpu_suggests_rehearse_and_exits_with_2(tmp_path):
+def test_python_m_tests_gpu_without_a_gpu_suggests_the_flag_rehearse_and_exits_with_2(tmp_path):
     done = gpu("--output", tmp_path / "out", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "--rehearse" in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("process", "holds"), [(1113, True), (1114, False)])
-def test_a_plan_is_compared_with_allocated_memory_and_holds_if_process_memory_is_within_margin(process, holds):
+def test_python_m_tests_gpu_compares_planned_with_allocated_memory_and_checks_the_process_margin(process, holds):
     planned = {"planned GiB": 950, "planned process GiB": 1050}
     found = memory.compared(planned, {"allocated GiB": 1000, "process GiB": process})
     assert (found["difference"], found["holds"]) == (pytest.approx(-0.05), holds)

@@ -27,7 +27,7 @@ def test_two_ranks_report_an_unknown_recipe_once(tiny_model, tmp_path):
     assert outcome.output.count("there is no recipe") == 1, outcome.output
 
 
-def test_processes_of_srun_without_accelerate_launch_or_torchrun_are_refused(tmp_path):
+def test_train_py_started_by_srun_without_accelerate_launch_or_torchrun_exits_with_2(tmp_path):
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
     outcome = run([sys.executable, str(SCRIPT), "--output_dir", str(tmp_path)], tmp_path, environment)
     lines = outcome.output.splitlines()

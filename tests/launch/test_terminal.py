@@ -18,7 +18,7 @@ from recipes.errors import Problem
         (duration(125), "125 s"),
     ],
 )
-def test_numbers_are_printed_with_their_unit(shown, words):
+def test_counts_memory_sizes_and_durations_are_printed_with_their_unit(shown, words):
     assert shown == words
 
 
@@ -39,7 +39,7 @@ def test_rich_markup_in_a_users_text_is_printed_as_it_is(say, capsys):
     assert VERBATIM in capsys.readouterr().out
 
 
-def test_a_whole_table_wider_than_the_console_keeps_every_number(capsys):
+def test_a_table_printed_with_whole_true_keeps_every_number_even_if_wider_than_the_console(capsys):
     print_table(["recipe", *"abcdefghijklm"], [["memory_zero3", *["19,998.4"] * 13]], whole=True)
     _, line = capsys.readouterr().out.splitlines()
     assert line.split() == ["memory_zero3", *["19,998.4"] * 13]

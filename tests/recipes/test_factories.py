@@ -42,13 +42,13 @@ def test_args_class_gets_the_recipes_values_of_its_fields_and_keeps_its_own_defa
     assert (args.packing, args.max_length, args.loss_type) == (True, 777, "dft")
 
 
-def test_values_for_fields_of_args_class_are_passed_on_unchanged(tmp_path):
+def test_a_recipe_function_passes_values_for_a_subclass_of_training_arguments_on_unchanged(tmp_path):
     """TRL packs without padding, and cuts nothing off where `max_length` is None."""
     args = recipes.standard(str(tmp_path), args_class=LikeTrl, packing=True, padding_free=True, max_length=None)
     assert (args.packing, args.padding_free, args.max_length) == (True, True, None)
 
 
-def test_a_recipe_function_does_not_set_the_demonstrations_max_steps(tmp_path):
+def test_a_recipe_function_does_not_set_the_max_steps_of_the_demonstration_without_data(tmp_path):
     assert recipes.fast(str(tmp_path)).max_steps == -1
 
 
@@ -83,7 +83,7 @@ OWN = [
 
 
 @pytest.mark.parametrize("settings", OWN, ids=str)
-def test_settings_for_a_scripts_own_metrics_and_evaluation_are_accepted(settings, tmp_path):
+def test_a_recipe_function_accepts_settings_for_the_metrics_and_evaluation_of_a_users_script(settings, tmp_path):
     args = recipes.standard(str(tmp_path), **settings)
     assert all(getattr(args, name) == value for name, value in settings.items())
 
@@ -136,7 +136,7 @@ def test_a_script_started_without_the_recipes_engine_is_told_the_accelerate_laun
         ("standard", {}, {}),
     ],
 )
-def test_no_script_is_warned_with_the_recipes_engine_or_on_rank_1(recipe, variables, settings, tmp_path, monkeypatch):
+def test_no_engine_warning_on_rank_1_or_under_a_recipes_own_engine(recipe, variables, settings, tmp_path, monkeypatch):
     started_with(monkeypatch, variables)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -138,7 +138,7 @@ def test_runs_are_compared_by_the_contents_of_their_data_and_not_by_its_path(run
 
 
 @pytest.mark.parametrize(("times", "marked"), [(1.05, True), (1.12, True), (1.3, False), (0.8, False), (1.0, False)])
-def test_a_slower_step_time_within_the_noise_is_marked(times, marked):
+def test_compare_marks_a_change_of_step_time_that_noise_alone_can_make(times, marked):
     one, other = ({"step_time": seconds, "step_time_off": 0.1} for seconds in (1.0, times))
     assert noise_can_make("step_time", one, other) is marked
 

@@ -58,7 +58,7 @@ def test_plan_prints_the_recommended_recipe_before_a_table_of_the_recipes(said):
     assert answer < command < printed.index("\nrecipe ")  # the answer comes before the table
 
 
-def test_plan_json_holds_the_components_in_bytes_and_details_explain_each_column(said):
+def test_plan_with_json_prints_components_in_bytes_and_with_details_explains_each_column(said):
     argv = "--gpu L4 --recipe standard --max_length 128"
     plan, printed = json.loads(said("llama", f"{argv} --json")), said("llama", f"{argv} --details")
     (entry,), context = plan["recipes"], plan["context"]

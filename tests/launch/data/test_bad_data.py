@@ -20,7 +20,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_a_file_with_malformed_content_is_refused_with_a_fix(name, tmp_path, tokenizer):
+def test_a_data_file_whose_content_cannot_be_parsed_is_refused_with_a_fix(name, tmp_path, tokenizer):
     file, content = BYTES[name]
     (tmp_path / file).write_bytes(content)
     found = problem(run_with(dataset_name=str(tmp_path / file)), tokenizer)

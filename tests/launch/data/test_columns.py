@@ -38,7 +38,7 @@ def problems(folder, name, rows, flags):
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.parquet", "d.jsonl.gz"])
-def test_a_file_without_a_known_column_is_refused_with_the_columns_that_it_has(name, tmp_path):
+def test_a_data_file_without_a_known_column_is_refused_with_the_columns_that_it_has(name, tmp_path):
     (found,) = problems(tmp_path, name, [{"question": "Why?", "number": 3}], "")
     assert found.subject == "dataset_text_field" and "d" in found.what and "question, number" in found.what
     assert found.fix.startswith("rename columns") and found.source == "library default"
@@ -67,7 +67,7 @@ LEGAL = [
 
 
 @pytest.mark.parametrize(("rows", "flags"), [case[1:] for case in LEGAL], ids=[case[0] for case in LEGAL])
-def test_known_and_renamed_columns_are_accepted(rows, flags, tmp_path):
+def test_the_column_check_accepts_data_with_columns_of_a_known_name_or_renamed_by_a_flag(rows, flags, tmp_path):
     assert not problems(tmp_path, "d.jsonl", rows, flags)
 
 

@@ -56,7 +56,7 @@ def never_encoded(monkeypatch):
 # --- What a file holds ---------------------------------------------------------------------------
 
 
-def test_a_token_table_gives_back_input_ids_and_labels():
+def test_input_ids_and_labels_survive_the_table_in_which_the_token_cache_holds_them():
     rows = [([5, 6, 7], [-100, 6, 7]), ([], []), ([8], [8]), ([1, 2], [-100, -100])]
     table = token_table(rows)
     for found, wanted in ((table, rows), (table.slice(2, 2), rows[2:]), (table.slice(1, 0), [])):

@@ -29,7 +29,7 @@ def met(nodes: int, *present: int, port: int | None = None, fatal: int | None = 
     return found
 
 
-def test_nodes_that_reach_each_other_exchange_their_messages():
+def test_the_doctors_network_check_gives_every_node_the_messages_of_all_nodes():
     for check, said in met(3, 0, 1, 2).values():
         assert check.status == "ok" and [one["number"] for one in said] == [0, 1, 2]
 
@@ -56,7 +56,7 @@ def test_the_error_about_a_port_in_use_names_the_port_and_suggests_another():
     assert re.fullmatch(r"use --main_process_port \d+ on every node, or end the program that uses the port", check.fix)
 
 
-def test_exchange_returns_none_for_a_node_that_does_not_answer(monkeypatch):
+def test_a_doctor_node_gets_none_as_the_message_of_a_node_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(network, "_ANSWER_SECONDS", 0.5)
     words = f"--nodes 2 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
     said = network.Meeting(requested(*words.split())).exchange(0, number=7)

@@ -32,7 +32,7 @@ def test_a_preflight_job_is_valid_bash_and_runs_the_doctor_before_accelerate_lau
     assert re.search(rf"launch doctor --nodes {nodes} --num_processes {4 * nodes} .*&& exec .*accelerate", text)
 
 
-def test_the_training_command_of_an_azureml_job_is_found_with_and_without_preflight():
+def test_the_training_command_read_from_an_azureml_job_is_the_same_with_and_without_preflight():
     found = {}
     for preflight in (True, False):
         body = yaml.safe_load(Azure(compute="cluster").render(job(nodes=2, processes=4, preflight=preflight)))

@@ -58,7 +58,7 @@ def test_recipes_explain_names_a_killed_rank_and_ends_the_other():
 # --- What is printed ------------------------------------------------------------------------------
 
 
-def test_the_explain_table_shows_memory_and_speed_relative_to_the_first_row_with_noise():
+def test_the_explain_table_shows_memory_and_speed_relative_to_row_1_and_the_noise_of_the_speed():
     first = {"goal": "", "seconds": 1.0, "off": 0.1, "peak_bytes": 100, "difference": 0.0, "synchronisations": 1}
     headings, cells = goals([first, {**first, "goal": "both", "seconds": 0.5, "off": 0.05, "peak_bytes": 60}])
     shown = {name: value for name, value, *_ in cells}

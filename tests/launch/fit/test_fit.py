@@ -186,7 +186,7 @@ def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
             assert (one["fits"], one["words"], one["ranks"]) == (not expected[0], *expected)
 
 
-def test_a_fit_probe_passes_the_checks_with_flags_that_need_evaluations_or_a_scheduler(tmp_path):
+def test_a_fit_probe_is_legal_whatever_evaluation_and_scheduler_flags_it_drops(tmp_path):
     for flags in (
         "--eval_on_start",
         "--lr_scheduler_type reduce_lr_on_plateau",

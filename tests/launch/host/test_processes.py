@@ -42,7 +42,7 @@ def main(folder):
 """
 
 
-def test_a_child_process_imports_our_package_reads_its_request_and_returns_answer_or_output(module, tmp_path):
+def test_a_child_process_imports_our_package_and_returns_an_answer_or_else_output_and_exit_code(module, tmp_path):
     """PYTHONPATH stays the user's, and no file where the command was typed hides a library."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "yaml.py").write_text("raise SystemExit('the wrong yaml')")
@@ -67,7 +67,7 @@ def main(folder):
 """
 
 
-def test_leaving_the_processes_ask_context_ends_the_child_processes_and_their_children(module):
+def test_an_interrupted_block_of_processes_ask_ends_its_child_processes_and_their_children(module):
     with pytest.raises(KeyboardInterrupt), processes.ask(module(FAMILY), [None]) as (child,):
         wait_for("the process to start a child", child.end)
         pids = [int(word) for word in child.end().split()]

@@ -28,7 +28,7 @@ def wait_for_its_batch():
         sys.exit(3 if storage_failure(error) else 4)
 
 
-def test_a_training_ends_if_a_dataloader_worker_can_open_no_file_to_send_its_batch():
+def test_a_training_fails_and_does_not_hang_if_a_dataloader_worker_cannot_send_its_batch():
     process = multiprocessing.get_context("fork").Process(target=wait_for_its_batch)
     process.start()
     process.join(120)

@@ -76,7 +76,7 @@ def test_status_and_logs_find_a_submitted_azureml_job(workspace, capsys):
     assert main(["logs", folder]) == 0 and "step 2/2 loss 1" in capsys.readouterr().out
 
 
-def test_the_last_line_names_azures_refusal_a_missing_login_or_a_missing_workspace(workspace, monkeypatch, capsys):
+def test_submit_azureml_ends_with_azures_refusal_or_a_missing_login_or_workspace(workspace, monkeypatch, capsys):
     def last_line() -> str:
         assert main(TWO_NODES) == 2
         return capsys.readouterr().err.splitlines()[-1]

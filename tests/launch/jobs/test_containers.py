@@ -69,7 +69,7 @@ def test_a_missing_module_command_venv_apptainer_or_srun_fails_the_slurm_job_at_
     assert ended == code and not any(call[0] == "srun" for call in calls)
 
 
-def test_folders_of_settings_outside_the_current_folder_are_mounted_in_the_container(tmp_path, monkeypatch):
+def test_folders_that_settings_point_to_outside_the_current_folder_are_mounted_in_a_container(tmp_path, monkeypatch):
     """Those of settings on the command line and in files, existing ones; links are not followed."""
     for name in ("work", "data", "real"):
         (tmp_path / name).mkdir()

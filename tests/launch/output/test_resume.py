@@ -148,7 +148,7 @@ def test_without_a_valid_checkpoint_training_starts_over(stopped, found):
     assert (earlier.checkpoint, earlier.step) == (None, 0) and "training starts over" in earlier.notes
 
 
-def test_newest_complete_skips_unfinished_checkpoints_and_those_of_another_run(another_run, stopped):
+def test_the_newest_complete_checkpoint_is_neither_unfinished_nor_of_another_run(another_run, stopped):
     checkpoints.begin(stopped / "checkpoint-6", 6, "one process", 1)
     assert newest_complete(stopped).name == "checkpoint-4"
     replace(stopped, 4, another_run)
@@ -362,7 +362,7 @@ def test_fresh_starts_over_and_keeps_the_earlier_run_in_a_renamed_folder(whole_r
     assert (finished.with_name("run.old-1") / "model.safetensors").exists() and "run.old-1" in fresh.output
 
 
-def test_fresh_does_not_rename_a_folder_that_holds_no_run_or_the_current_folder(finished, asked, tmp_path, monkeypatch):
+def test_fresh_renames_neither_a_folder_without_a_run_nor_the_current_folder(finished, asked, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     make_room(asked(tmp_path / "mine", "--fresh"))
@@ -407,7 +407,7 @@ def test_a_requeued_run_with_resume_from_checkpoint_continues_at_its_own_newest_
     assert again.identity == read_record(folder)["run"]
 
 
-def test_resume_from_checkpoint_starts_a_run_that_has_no_checkpoint_or_another_seed(begun, begun_run, found):
+def test_a_run_with_another_seed_or_no_own_checkpoint_starts_at_that_of_resume_from_checkpoint(begun, begun_run, found):
     (folder, named), start = begun, begun_run / "whole" / "checkpoint-2"
     assert found(folder, *other("--seed", "7"), *named).checkpoint == start
     assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == start

@@ -18,7 +18,7 @@ SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 2 --learning_rate 1
 KEEPS_ONE = " ".join(SIX_STEPS).replace("limit 2", "limit 1").split()
 
 
-def test_save_total_limit_2_keeps_the_two_newest_checkpoints_without_the_hub_token(tiny_model, texts, tmp_path):
+def test_save_total_limit_2_keeps_the_two_newest_checkpoints_and_none_holds_the_hub_token(tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path, *SIX_STEPS, "--hub_token", "hf_verysecret")
     assert steps(tmp_path) == [6, 4] and "verysecret" not in outcome.output
     assert all(inspect(path).valid and not inspect(path).notes for path in numbered(tmp_path))

@@ -52,7 +52,7 @@ def advice(alone: list[Timing], row: Timing) -> list[Advice]:
 
 
 @pytest.mark.slow
-def test_a_healthy_scaling_run_has_no_cause_except_cpu_contention_and_records_its_timings(alone, healthy, tiny_model):
+def test_a_scaling_run_without_slowdown_has_no_cause_but_cpu_contention_and_records_timings(alone, healthy, tiny_model):
     from safetensors import safe_open
 
     (series,) = analyse([*alone[:1], healthy])
@@ -82,7 +82,7 @@ def test_communication_is_the_cause_on_a_slow_link_and_compression_gains_as_pred
     ("cause", "where"),
     [("data", {"SLOW_DATA": "0.2"}), ("contention", {"ON_ONE_CORE": "yes"}), ("straggler", {"PACE_OF_RANK_1": "2.5"})],
 )
-def test_scaling_names_slow_data_cpu_contention_or_the_slow_rank_as_the_cause(cause, where, alone, measured):
+def test_the_scaling_verdict_blames_lost_time_on_slow_data_cpu_contention_or_a_slow_rank(cause, where, alone, measured):
     slow = measured(2, 16, **where)
     assert verdict(alone, slow).cause == cause
     if cause == "straggler":
@@ -95,7 +95,7 @@ def test_sync_each_batch_exchanges_gradients_in_every_micro_batch(measured):
     assert measured(2, 16, "--accelerator_config", each).syncs == 2
 
 
-def test_measure_does_not_change_the_losses_or_weights_of_a_training(tiny_model, texts, tmp_path):
+def test_the_flag_measure_does_not_change_the_losses_or_weights_of_a_training(tiny_model, texts, tmp_path):
     flags = ["--max_steps", "6", "--logging_steps", "1"]
     plain = train_here(tiny_model, texts, tmp_path / "plain", *flags)
     measured = train_here(tiny_model, texts, tmp_path / "measured", *flags, "--measure", str(tmp_path / "t.jsonl"))

@@ -45,6 +45,6 @@ def test_parameters_without_a_gradient_under_ddp_are_reported_with_a_fix(capsys)
     assert "Fix: --ddp_find_unused_parameters true" in capsys.readouterr().err
 
 
-def test_an_unexpected_exception_is_raised_and_not_reported_as_a_failure_of_the_run():
+def test_train_py_raises_an_unexpected_exception_again_instead_of_reporting_a_failed_run():
     with pytest.raises(AssertionError, match="no tokens"):
         report(AssertionError("no tokens"), World())

@@ -49,7 +49,7 @@ def test_pretrained_weights_are_loaded_and_all_are_trainable_without_peft(llama,
 
 
 @pytest.mark.parametrize("chosen", [{}, {"use_peft": True}], ids=str)
-def test_modules_of_a_multimodal_model_that_no_text_passes_are_frozen_and_get_no_adapters(chosen, tmp_path):
+def test_parts_of_a_multimodal_model_that_text_never_reaches_are_frozen_and_get_no_adapters(chosen, tmp_path):
     """DDP waits for the gradient of every trained parameter, and a vision tower never gets one."""
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes = {**SMALL, "intermediate_size": 64, "head_dim": 16, "num_key_value_heads": 1, "pad_token_id": 0}

@@ -60,7 +60,7 @@ def test_only_the_rank_that_runs_out_of_memory_reports_the_failure(flags, tmp_pa
 
 
 @pytest.mark.slow
-def test_on_oom_next_resumes_with_a_smaller_micro_batch_and_keeps_the_losses(flags, tmp_path):
+def test_submit_local_with_on_oom_set_to_next_resumes_with_a_smaller_micro_batch_and_same_losses(flags, tmp_path):
     limit = str(round(imported_gb() + 1.19, 2))
     ours = [*flags, "8", "--memory_limit", limit, "--fresh", "--output_dir", str(tmp_path / "out")]
     words = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "baseline", "--on_oom", "next", "--", *ours]
@@ -93,7 +93,7 @@ def test_attempts_after_out_of_memory_shrink_the_micro_batch_then_add_gradient_c
     assert sizes == [(3, 4), (2, 6), (1, 12), (1, 12)]  # an accumulation that was written down follows
 
 
-def test_an_attempt_after_out_of_memory_drops_fresh_fit_and_resume_from_checkpoint(tmp_path):
+def test_a_retry_after_out_of_memory_omits_the_flags_fresh_fit_and_resume_from_checkpoint(tmp_path):
     (tmp_path / "run.yaml").write_text("fit: true\n")
     argv = ["--config", str(tmp_path / "run.yaml"), "--fresh", "--resume_from_checkpoint", "elsewhere/checkpoint-3"]
     run = resolve(with_flags(argv, next_attempt(resolve(argv), argv)))

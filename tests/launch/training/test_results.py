@@ -47,7 +47,7 @@ def test_the_disk_estimate_adds_final_weights_and_a_checkpoint_with_optimizer_st
 
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
-def test_weights_in_4_bits_are_counted_in_any_storage_type(storage):
+def test_the_parameter_count_counts_every_4_bit_weight_in_any_storage_type(storage):
     linear = pytest.importorskip("bitsandbytes.nn").Linear4bit
     layer = linear(64, 128, bias=False, quant_storage=getattr(torch, storage)).to("cpu")
     assert parameter_count(layer) == 64 * 128

@@ -72,7 +72,7 @@ def test_flash_attention_isolates_packed_examples_in_opt_but_not_in_a_mamba_hybr
     assert not packs(JAMBA, attn_implementation="flash_attention_2", recipe="fast")
 
 
-def test_packing_is_off_for_a_model_too_large_to_probe_and_explicit_packing_is_refused(monkeypatch):
+def test_packing_is_off_or_refused_if_a_model_is_too_large_to_test_whether_packed_examples_mix(monkeypatch):
     monkeypatch.setattr(separate, "_MOST_WEIGHTS", 0)
     run, (advice,) = with_separate_examples(run_with("somebody/model", recipe="fast"), APART[1])
     assert not run["packing"] and "it is unknown whether" in advice.what

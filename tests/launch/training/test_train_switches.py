@@ -16,7 +16,7 @@ DORA = ["--use_peft", "--use_dora"]
 @pytest.mark.parametrize(
     "switch", ["--optim adamw_bnb_8bit", "--use_peft --lora_r 2", "--use_peft --load_in_4bit --recipe fast"]
 )
-def test_the_loss_falls_with_8_bit_adam_lora_and_qlora(switch, tiny_model, texts, tmp_path):
+def test_the_loss_falls_with_8_bit_adam_with_lora_and_with_qlora(switch, tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path, *STEPS, *switch.split())
     assert losses(outcome)[-1] < losses(outcome)[0]
     adapts = "--use_peft" in switch

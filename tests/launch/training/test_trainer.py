@@ -66,7 +66,7 @@ def test_tokens_seen_leaves_out_padding_and_counts_packed_rows_in_full(more, tok
     assert int(trainer.tokens_seen) == tokens
 
 
-def test_warmup_steps_beyond_the_total_steps_are_advised_at_the_start_of_the_training(capsys):
+def test_the_start_of_a_training_prints_advice_against_warmup_steps_beyond_the_total_steps(capsys):
     def advised(*flags, steps=70):
         run = resolve(["--num_train_epochs", "1", *flags], here(environment={}))
         Progress(run, console()).on_train_begin(None, TrainerState(max_steps=steps), None)

@@ -38,7 +38,7 @@ def test_types_and_choices_of_a_setting_follow_from_its_type_hint(hint, types, c
 
 
 @pytest.mark.parametrize("ask", libraries.OPTIONAL, ids=lambda ask: ask.__name__)
-def test_every_fact_about_the_installed_libraries_can_be_read(ask):
+def test_every_library_fact_that_rules_use_is_found_in_the_installed_releases(ask):
     """A private name that a release no longer has leaves a fact out, and its rules silent."""
     if ask.__name__ in ("liger", "deepspeed"):
         pytest.importorskip({"liger": "liger_kernel.transformers"}.get(ask.__name__, ask.__name__))
@@ -65,6 +65,6 @@ SECTIONS = {  # of an Accelerate YAML: the launcher's flags, of which some may l
 }
 
 
-def test_legal_keys_read_from_the_libraries_contain_a_known_key_of_each_nested_setting():
+def test_each_setting_with_nested_keys_has_a_known_key_among_those_read_from_the_libraries():
     assert not {of: name for of, name in NAMES.items() if name not in legal.names(of)}
     assert not {of for of, keys in SECTIONS.items() if not set(keys.split()) <= legal.accelerate_nested_keys(of)}

@@ -32,7 +32,7 @@ def test_the_recommended_command_and_each_next_step_fit_and_keep_the_global_batc
         assert entry.fits and (entry.total_bytes, run.batch.total) == (found.total_bytes, total)
 
 
-def test_plan_command_has_a_model_placeholder_only_if_no_folder_or_config_file_names_the_model(tmp_path):
+def test_the_command_printed_by_plan_has_a_placeholder_if_no_folder_or_config_flag_names_a_model(tmp_path):
     SMALL["llama"].save_pretrained(tmp_path)
     file = tmp_path / "settings.yaml"
     file.write_text("model_name_or_path: mine")
@@ -74,7 +74,7 @@ def of_evaluation(batch, gpu_memory=20):
     return planned(*argv, config=WIDE, recipe="standard", gpu_memory=gpu_memory)
 
 
-def test_a_large_eval_batch_sets_the_peak_memory_and_is_replaced_by_the_largest_that_fits():
+def test_plan_replaces_an_eval_batch_whose_peak_memory_does_not_fit_by_the_largest_that_fits():
     without, small, large = (of_evaluation(batch).recipes[0] for batch in (None, 1, 64))
     assert without.components == replace(small.components, cached=without.components.cached)
     assert (small.moment, large.moment) == (TRAINING, EVALUATION)
@@ -127,7 +127,7 @@ def test_a_plan_explains_a_refused_recipe_and_its_next_step_drops_the_refused_fl
     assert "--optim" not in step.words and step.slowdown.startswith("without --optim; ")
 
 
-def test_a_micro_batch_too_large_to_fit_becomes_the_largest_that_fits_at_the_same_global_batch():
+def test_plan_replaces_a_micro_batch_that_does_not_fit_by_the_largest_at_the_same_global_batch():
     batch = ("--per_device_train_batch_size", "64", "--global_batch_size", "64")
     plan = planned("--max_length", "128", *batch, config=LARGE, gpu_memory=4)
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
@@ -150,7 +150,7 @@ def test_liger_is_a_next_step_where_only_the_logits_do_not_fit():
     assert not any(step.planned.fits for step in before)
 
 
-def test_next_steps_avoid_offload_without_and_with_lora_if_only_an_offload_recipe_fits():
+def test_if_only_offload_fits_plans_next_steps_avoid_it_once_without_and_once_with_lora():
     plan = planned("--max_length", "128", config=LARGE, gpu_memory=2.38)
     assert plan.recommended == "memory" and [step.adapters for step in plan.next_steps] == [False, True]
     for step in plan.next_steps:

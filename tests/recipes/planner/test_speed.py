@@ -57,7 +57,7 @@ def test_planned_compute_time_is_the_flops_of_a_step_at_the_given_mfu():
         ("B200", 0.35, 740e9),
     ],
 )
-def test_plan_times_use_the_gpus_default_mfu_and_its_link_bandwidth_on_one_node_only(gpu, mfu, speed):
+def test_planned_times_use_the_gpus_default_mfu_and_on_one_node_also_its_link_bandwidth(gpu, mfu, speed):
     plan, of_two_nodes = (planned(gpu=gpu, num_processes=2, nodes=nodes, recipe="standard") for nodes in (1, 2))
     assert (plan.mfu, plan.bandwidth) == (mfu, speed) and plan.mfu_source and plan.link
     time = plan.recipes[0].time

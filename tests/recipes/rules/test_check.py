@@ -51,7 +51,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("subject", "fix", "argv", "config"), WRONG)
-def test_each_wrong_setting_is_an_error_with_a_fix_and_a_source(subject, fix, argv, config, tmp_path, monkeypatch):
+def test_a_wrong_setting_is_an_error_with_a_fix_and_where_it_stands(subject, fix, argv, config, tmp_path, monkeypatch):
     argv, files = (f"{argv} --config run.yaml", {"run.yaml": config}) if config else (argv, {})
     found = check(Run(argv, files=files).resolve(tmp_path, monkeypatch))
     about = [problem for problem in found if (problem.subject, problem.severity) == (subject, "error")]
@@ -75,6 +75,6 @@ def test_all_problems_are_reported_at_once_errors_first(tmp_path, monkeypatch):
     assert list(raised.value.problems) == [problem for problem in found if problem.severity == "error"]
 
 
-def test_require_legal_returns_advice_instead_of_raising():
+def test_require_legal_returns_the_advice_about_a_run_without_errors_and_raises_nothing():
     advised = resolve(["--lora_r", "8"], here(hardware=Hardware(), environment={}))
     assert [problem.severity for problem in require_legal(advised)] == ["advice"]

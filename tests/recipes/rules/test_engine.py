@@ -204,7 +204,7 @@ def test_accelerate_launch_ignores_a_yaml_section_of_another_distributed_type(se
     assert_fires("sections_are_read", {}, config=file)
 
 
-def test_a_misspelt_zero_stage_trains_with_stage_two(write_yaml, monkeypatch):
+def test_accelerate_uses_zero_stage_2_if_zero_stage_is_misspelt_and_a_rule_refuses_the_yaml(write_yaml, monkeypatch):
     from accelerate.utils import DeepSpeedPlugin
 
     file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stge: 3")
@@ -215,7 +215,7 @@ def test_a_misspelt_zero_stage_trains_with_stage_two(write_yaml, monkeypatch):
     assert_fires("yaml_keys_are_known", {}, config=file)
 
 
-def test_a_misspelt_fsdp_version_trains_with_fsdp1(write_yaml):
+def test_accelerate_uses_fsdp1_if_fsdp_version_is_misspelt_and_a_rule_refuses_the_yaml(write_yaml):
     file = write_yaml("FSDP", "fsdp_config:", "  fsdp_verion: 2")
     assert launched(file)["FSDP_VERSION"] == "1"
     assert_fires("yaml_keys_are_known", {}, config=file)

@@ -126,7 +126,7 @@ def test_all_contradictions_of_a_deepspeed_json_are_reported_at_once(tmp_path, m
     ]
 
 
-def test_fp8_in_the_accelerate_yaml_is_reported_under_deepspeed_with_bf16_as_the_fix(tmp_path, monkeypatch):
+def test_fp8_in_an_accelerate_yaml_with_deepspeed_is_refused_with_bf16_as_the_fix(tmp_path, monkeypatch):
     from accelerate.utils import launch
 
     monkeypatch.setattr(launch, "is_fp8_available", lambda: True)  # it looks for packages
@@ -136,7 +136,7 @@ def test_fp8_in_the_accelerate_yaml_is_reported_under_deepspeed_with_bf16_as_the
     assert problem.source.endswith("accelerate.yaml") and "bf16" in problem.fix
 
 
-def test_the_probe_names_the_setting_that_a_library_refuses_and_its_source():
+def test_the_library_probe_names_the_setting_that_a_library_refuses_and_its_source():
     run = resolve(["--warmup_steps", "-1"], here(hardware=Hardware(), environment={}))
     (problem,) = probe(run)
     assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
@@ -159,7 +159,7 @@ def test_a_librarys_error_that_names_no_setting_is_reported_unchanged():
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("hardware", [Hardware(), TWO_GPUS], ids=["CPU", "GPUs"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_probe_accepts_every_recipe_with_its_shipped_accelerate_yaml(recipe, hardware, world):
+def test_the_library_probe_accepts_every_recipe_with_its_shipped_accelerate_yaml(recipe, hardware, world):
     config = str(shipped(RECIPES[recipe]().engine))
     argv, processes = ["--recipe", recipe], 1 if recipe == "baseline" else world
     run = resolve(argv, here(processes, hardware=hardware, environment={}, accelerate_config=config))
@@ -183,12 +183,12 @@ LEFT_OUT_RIGHTLY = [
 
 
 @pytest.mark.parametrize("run", LEFT_OUT_RIGHTLY, ids=lambda run: run.argv)
-def test_the_probe_accepts_omitted_settings_if_the_run_trains_as_asked(run, tmp_path, monkeypatch):
+def test_the_library_probe_accepts_what_a_json_or_yaml_omits_if_the_run_trains_as_asked(run, tmp_path, monkeypatch):
     assert probe(run.resolve(tmp_path, monkeypatch)) == []
 
 
 @pytest.mark.parametrize("cls", ["FusedAdam", "DeepSpeedCPUAdam"])
-def test_adam_defaults_assumed_by_the_probe_equal_those_of_deepspeeds_fused_and_cpu_adam(cls):
+def test_adam_defaults_of_the_library_probe_equal_deepspeeds_fused_and_cpu_adam(cls):
     real = inspect.signature(getattr(pytest.importorskip("deepspeed.ops.adam"), cls)).parameters
     known = inspect.signature(_optimizer_class({"type": "AdamW"})).parameters
     assert all(known[name].default == real[name].default for name in ("lr", "betas", "eps", "weight_decay"))
@@ -199,13 +199,13 @@ def test_the_deep_check_accepts_tf32_and_nccl_for_gpus_that_are_on_another_machi
     assert probe(run) == [] and not [found for found in check(run) if found.severity == "error"]
 
 
-def test_the_probe_accepts_a_package_missing_here_if_the_run_trains_on_another_machine(tmp_path, monkeypatch):
+def test_the_library_probe_accepts_a_package_missing_here_if_the_run_trains_on_another_machine(tmp_path, monkeypatch):
     words = "--recipe baseline --optim schedule_free_adamw"
     assert "schedulefree" in probe(Run(words).resolve(tmp_path, monkeypatch))[0].what
     assert probe(Run(words, elsewhere=frozenset()).resolve(tmp_path, monkeypatch)) == []
 
 
-def test_the_probe_of_a_launched_process_does_not_check_the_accelerate_yaml_again(tmp_path, monkeypatch):
+def test_the_library_probe_of_a_launched_process_does_not_check_the_accelerate_yaml_again(tmp_path, monkeypatch):
     run = Run(yaml=yaml("MULTI_GPU", "gpu_ids: '0'")).resolve(tmp_path, monkeypatch)
     assert probe(run) and probe(run, launched=True) == []
 
@@ -214,7 +214,7 @@ def test_the_probe_of_a_launched_process_does_not_check_the_accelerate_yaml_agai
 
 
 @pytest.mark.parametrize("yaml_file", ["standard.yaml", "memory_zero3.yaml", "sharded.yaml"])
-def test_the_probe_leaves_the_environment_and_accelerates_states_unchanged(yaml_file, tmp_path, monkeypatch):
+def test_the_library_probe_leaves_environment_and_accelerates_states_unchanged(yaml_file, tmp_path, monkeypatch):
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -228,7 +228,7 @@ def test_the_probe_leaves_the_environment_and_accelerates_states_unchanged(yaml_
     assert not is_deepspeed_zero3_enabled()
 
 
-def test_the_probe_restores_an_accelerate_state_that_existed_before():
+def test_the_library_probe_restores_an_accelerate_state_that_existed_before():
     from accelerate.state import PartialState
 
     state = PartialState(cpu=True)
@@ -236,7 +236,7 @@ def test_the_probe_restores_an_accelerate_state_that_existed_before():
     assert state.device.type == "cpu" and PartialState().num_processes == 1
 
 
-def test_probing_in_a_child_process_leaves_torch_unimported_in_the_parent(tmp_path):
+def test_the_library_probe_in_a_child_process_leaves_torch_unimported_in_the_parent(tmp_path):
     code = (
         "import sys\n"
         "from recipes.rules.probe import probe_in_child\n"
@@ -248,7 +248,7 @@ def test_probing_in_a_child_process_leaves_torch_unimported_in_the_parent(tmp_pa
     assert (done.stdout.strip(), done.stderr) == ("['warmup_steps'] False", "")
 
 
-def test_a_probe_process_that_dies_is_reported_with_its_last_line_of_stderr(monkeypatch):
+def test_a_library_probe_that_dies_is_reported_with_its_last_line_of_stderr(monkeypatch):
     def dies(run):
         os.write(2, b"libcudart.so: cannot open shared object file\n")
         os._exit(7)

@@ -38,7 +38,7 @@ def test_every_rule_says_which_failure_it_prevents():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_rule_fires_in_its_first_case_with_a_fix_and_a_source(name, tmp_path, monkeypatch):
+def test_each_rule_fires_in_its_first_case_with_a_fix_and_says_where_the_value_comes_from(name, tmp_path, monkeypatch):
     found = list(BY_NAME[name](CASES[name][0].resolve(tmp_path, monkeypatch)))
     assert found
     for problem in found:
@@ -60,7 +60,7 @@ def test_each_rule_fires_in_its_further_cases(name, run, part, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("name", "run"), LEGAL_AFTER_ALL, ids=lambda value: getattr(value, "argv", value))
-def test_rules_report_nothing_for_further_legal_runs(name, run, tmp_path, monkeypatch):
+def test_rules_with_a_second_legal_run_among_their_test_cases_report_nothing_for_it(name, run, tmp_path, monkeypatch):
     assert not list(BY_NAME[name](run.resolve(tmp_path, monkeypatch)))
 
 

@@ -200,7 +200,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("row", SILENT)
-def test_trainer_changes_its_steps_or_checkpoints_without_a_warning_and_a_rule_reports_it(row, tmp_path):
+def test_trainer_silently_makes_other_steps_or_checkpoints_than_asked_and_a_rule_reports_it(row, tmp_path):
     settings, steps, checkpoints = SILENT[row]
     assert train(tmp_path, **settings).state.global_step == steps
     assert len(list(tmp_path.glob("checkpoint-*"))) == checkpoints

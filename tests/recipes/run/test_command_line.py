@@ -46,7 +46,7 @@ def test_flags_are_read_in_the_usual_spellings_of_booleans_numbers_lists_and_jso
         ("report_to: null", "none"),
     ],
 )
-def test_exponents_no_and_null_in_a_config_file_become_values_of_the_settings_type(text, value, config):
+def test_yaml_values_like_1e_4_no_and_null_in_a_config_file_get_the_type_of_their_setting(text, value, config):
     run = resolved(["--config", config(text)])
     assert run[text.partition(":")[0]] == value and not run.problems
 
@@ -67,7 +67,7 @@ def test_a_mistake_in_a_command_line_has_a_fix(words, expected):
     assert [line for line in problems if expected in line and "Fix: " in line]
 
 
-def test_with_flags_replaces_or_removes_the_same_flags_of_a_command_line():
+def test_the_function_with_flags_replaces_adds_or_removes_flags_of_a_command_line():
     argv = ["--global-batch-size=8", "--no_packing", "--lora_target_modules", "a", "b", "--seed", "1"]
     flags = {"global_batch_size": 4, "packing": None, "lora_target_modules": ["c", "d"], "fit": True}
     words = "--seed 1 --global_batch_size 4 --lora_target_modules c d --fit true"
@@ -109,7 +109,7 @@ def test_values_are_converted_to_the_type_of_their_setting(annotation, value, ex
     assert (found, type(found)) == (expected, type(expected))
 
 
-def test_a_whole_number_becomes_a_float_only_where_the_default_is_a_float():
+def test_a_whole_number_given_for_a_setting_becomes_a_float_only_if_the_default_is_a_float():
     assert type(coerce(0, field("float", 0.9))) is float
     assert type(coerce(np.int64(0), field("float", 500))) is int
 

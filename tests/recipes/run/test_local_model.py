@@ -27,7 +27,7 @@ def configurations():
 
 
 @pytest.mark.slow
-def test_a_model_type_has_a_class_for_a_task_exactly_where_the_auto_class_has_one():
+def test_our_model_class_lookup_knows_the_same_model_types_as_transformers_auto_classes():
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     for task, auto in zip(TASKS, (AutoModelForCausalLM, AutoModelForSequenceClassification), strict=True):

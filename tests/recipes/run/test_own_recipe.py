@@ -102,7 +102,7 @@ def test_a_recipe_function_may_build_on_another_recipe_function(files):
     assert run.setting("logging_steps").source == "recipe mine.py"
 
 
-def test_recipes_recipe_builds_training_arguments_from_a_users_recipe_file(files, tmp_path):
+def test_the_python_function_recipes_recipe_builds_training_arguments_from_a_users_recipe_file(files, tmp_path):
     files(mine_yaml=MINE)
     args = factory("mine.yaml")(output_dir=str(tmp_path / "out"), seed=3)
     assert (args.learning_rate, args.logging_steps, args.seed) == (2e-5, 20, 3)
@@ -150,7 +150,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_recipe_file_is_one_problem_that_names_the_file(tmp_path, monkeypatch, mistake):
+def test_a_single_mistake_in_a_recipe_file_is_reported_once_with_the_files_name(tmp_path, monkeypatch, mistake):
     monkeypatch.chdir(tmp_path)
     name, text, expected = MISTAKES[mistake]
     file = name.partition(":")[0]

@@ -38,7 +38,7 @@ def test_a_resolved_run_is_immutable():
         resolved("").batch = None
 
 
-def test_a_limit_returns_a_new_run_and_lowers_only_values_that_the_user_did_not_set():
+def test_a_models_limit_lowers_a_setting_in_a_copy_of_the_run_unless_the_user_set_it():
     run = resolved("--dataset_name data.jsonl")
     limited = run.limited("max_length", 128, "the model's longest sequence")
     assert run["max_length"] == 1024
@@ -48,7 +48,7 @@ def test_a_limit_returns_a_new_run_and_lowers_only_values_that_the_user_did_not_
     assert written.limited("max_length", 128, "") is written
 
 
-def test_a_run_copied_with_another_batch_recomputes_the_values_that_depend_on_the_batch():
+def test_replacing_the_batch_of_a_resolved_run_recomputes_the_settings_that_depend_on_it():
     run = resolved("--recipe fast", world_size=1)
     split = replace(run, batch=Batch(16, 1, 1, "measured", "fit.json"))
     assert (run["gradient_accumulation_steps"], run["ddp_static_graph"]) == (2, False)

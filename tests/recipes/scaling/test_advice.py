@@ -69,7 +69,7 @@ def test_an_advised_change_gains_its_predicted_throughput_in_simulation(key, bef
     assert gained(before, after) == pytest.approx(advice(before)[key].gain, rel=0.25)
 
 
-def test_advised_accumulation_gains_its_predicted_throughput_and_is_marked_as_another_training():
+def test_advised_accumulation_gains_its_predicted_throughput_and_is_marked_as_changing_training():
     still = replace(SLOW_LINK, bandwidth=4e9)
     found = advice(still)["accumulation"]
     after = replace(still, global_batch=found.flags["global_batch_size"])
@@ -84,7 +84,7 @@ def test_an_advised_larger_micro_batch_gains_its_predicted_throughput_in_simulat
     assert gained(small, twice) == pytest.approx(found.gain, rel=0.1)
 
 
-def test_a_run_without_losses_gets_no_advice_and_latency_gets_no_gradient_compression():
+def test_a_scaling_run_that_loses_no_time_gets_no_advice_and_latency_gets_no_compression():
     assert advice(WELL) == {}
     latency = advice(replace(WELL, latency=3e-3, gradients=1e6, bandwidth=1e11))
     assert "compression" not in latency and not latency["accumulation"].same_training

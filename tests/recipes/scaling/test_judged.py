@@ -141,7 +141,7 @@ def test_at_least_98_percent_of_simulated_verdicts_are_right_or_rightly_undecide
     assert measured_whole["right"] >= 0.9 * measured_whole.total()
 
 
-def test_only_fewer_processes_are_advised_if_noise_hides_the_cause_of_lost_time(verdicts):
+def test_if_noise_hides_the_cause_of_lost_time_the_only_advice_is_to_use_fewer_processes(verdicts):
     noisy = [case for case, size, _ in verdicts if size.losses.undecided == "noise"]
     advised = {one.key for case in noisy for one in advise(strong(case.rows).sizes[-1], strong(case.rows))}
     assert noisy and advised <= {"fewer"}  # fewer processes are faster by more than the repeats differ

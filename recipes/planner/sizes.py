@@ -44,7 +44,7 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
             raise mistake("trust_remote_code", what, "read the code, then add --trust_remote_code") from None
         if model in SHAPES and revision == "main":  # without a network, or access to the model
             return config_of(model)
-        wanted = "give a Hub id, a folder, a config.json, or a size such as 7B"
+        wanted = "check the Hub id, the network and `hf auth login`; or give a folder, a config.json, a size: 7B"
         raise mistake("model", f"{model} cannot be read: {one_line(error)}", wanted) from None
 
 

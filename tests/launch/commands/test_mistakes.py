@@ -23,7 +23,7 @@ MISTAKES = {
     "plan --model 0B --gpu H100": "such as 7B",
     "plan --model 7B --gpu H1000": "--gpu_memory GB",
     "plan --model nowhere/at/all --gpu H100": "nowhere/at/all cannot be read",
-    "plan --model ./nowhere --gpu H100": "a Hub id, a folder, a config.json, or a size such as 7B",
+    "plan --model ./nowhere --gpu H100": "or give a folder, a config.json, a size: 7B",
     "plan --model 7B --gpu H100 --nodes 2": "1 process cannot be split evenly over 2 nodes",
     "plan --model 7B --gpu H100 --num_processes 3 --global_batch_size 16": "15 or 18",
     "train fast": "--recipe fast",

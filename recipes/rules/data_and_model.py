@@ -275,8 +275,7 @@ def freeze_parts_without_text(model: Any) -> list[str]:
     wait for their gradients. Return patterns of their names, for peft's `exclude_modules`.
     """
     base, decoder = model.base_model, model.get_decoder()
-    is_multimodal = any(getattr(model.config, name, None) for name in ("vision_config", "audio_config"))
-    if base in (decoder, model) or not is_multimodal:
+    if base in (decoder, model) or not {"vision_config", "audio_config"} & vars(model.config).keys():
         return []
     parts = {name: part for name, part in base.named_children() if part is not decoder}
     for part in parts.values():

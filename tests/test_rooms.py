@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/fit": 256,
     "launch/host": 1130,
     "launch/jobs": 1360,
-    "launch/output": 1453,
+    "launch/output": 1452,
     "launch/scaling": 895,
     "launch/training": 2194,
 }

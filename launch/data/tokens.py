@@ -226,7 +226,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
     packages = [package.__version__ for package in (datasets, tokenizers, transformers)]
     read = _OF_CLASSIFIERS if run["task"] == "sequence_classification" else _SETTINGS
     settings = [part.name, part.config or run["dataset_config"], dict(part.columns), *(run[name] for name in read)]
-    code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]  # as pulled by git
+    code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
     made_of = json.dumps([code, packages, settings, files, _contents(tokenizer)])
     name = re.sub(r"[^\w.-]", "_", Path(part.name).name)[:40]
     stem = f"{name}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"

@@ -209,7 +209,7 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 
 
 def inspect(path: Path, run: Json | None = None) -> Checkpoint:
-    """Return a folder's checkpoint with the checkpoint's faults: damage, or another run's."""
+    """Return a folder's checkpoint and its faults, for example that another run wrote it."""
     if is_foreign(path, run):
         return Checkpoint(path, _step(path), ("it belongs to another run",))
     try:

@@ -61,9 +61,8 @@ class CommittingTrainer(Trainer):
             self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
             # Trainer writes "multi-GPU" on a CPU too, and links a local folder to the Hub.
             wrong = r"- distributed_type: .*\n|\(https://huggingface\.co/[./~][^)]*\)"
-            file.write_text(re.sub(wrong, "", file.read_text(encoding="utf-8")), encoding="utf-8")
-            with file.open("a", encoding="utf-8") as card:
-                card.write(f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n")
+            ending = f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n"
+            file.write_text(re.sub(wrong, "", file.read_text(encoding="utf-8")) + ending, encoding="utf-8")
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()

@@ -34,6 +34,7 @@ OTHER_WAYS = (
     "use a recipe that shards or offloads, with another --output_dir; or lower --max_length; or add memory "
     "(`recipes plan` ranks these ways)"
 )
+_UNUSED_PARAMETERS = ("DDP waits for parameters that get no gradient", "Add --ddp_find_unused_parameters true")
 
 
 class NotANumber(Failure):
@@ -75,8 +76,6 @@ def report(error: BaseException, world: World) -> int:
     """Print `error`, unless another rank does, and return the exit code. A bug is raised again."""
     run = vars(error).get("run")  # None if the run was not resolved
     ignore_stop_requests()
-    if "parameters that were not used in producing loss" in str(error):
-        error = Failure("DDP waits for parameters that get no gradient. Fix: --ddp_find_unused_parameters true")
     if isinstance(error, UserError):
         if _prints(error, world, met_by_all=True):
             problems = [run.with_source(problem) if run else problem for problem in error.problems]
@@ -84,20 +83,21 @@ def report(error: BaseException, world: World) -> int:
         return 2
     folder = Path(run["output_dir"]) if run and run["output_dir"] else None
     is_known = isinstance(error, (KeyboardInterrupt, Preempted, Failure)) or _lost_a_rank(error)
-    storage = None if is_known else storage_failure(error, folder)
-    if _prints(error, world, met_by_all=storage is not None):
-        if not is_known and storage is None:
+    unused = _UNUSED_PARAMETERS if "parameters that were not used in producing loss" in str(error) else None
+    remedied = None if is_known else unused or storage_failure(error, folder)
+    if _prints(error, world, met_by_all=remedied is not None):
+        if not is_known and remedied is None:
             raise error  # a bug of this project
-        message = f"{_rank(world)}{_explained(error, storage, folder)}"
+        message = f"{_rank(world)}{_explained(error, remedied, folder)}"
         console(stderr=True).print(escape(message), style="red", highlight=False)
     if isinstance(error, Preempted):
         return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _explained(error: BaseException, storage: tuple[str, str] | None, folder: Path | None) -> str:
+def _explained(error: BaseException, remedied: tuple[str, str] | None, folder: Path | None) -> str:
     """Describe a failure or an interruption, the newest saved checkpoint, and how to resume."""
-    what, remedy = storage or (str(error), "")
+    what, remedy = remedied or (str(error), "")
     if isinstance(error, NotANumber):  # the last checkpoint may hold NaN too, and a resume keeps the rate
         return f"{what}. Start again with --fresh, and a lower --learning_rate or --bf16 false --fp16 false"
     if isinstance(error, KeyboardInterrupt):

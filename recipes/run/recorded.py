@@ -133,7 +133,7 @@ def is_derived(source: str) -> bool:
 
 
 def is_legal(name: str, value: Any) -> bool:
-    """True if the installed versions have this setting and allow the value, recorded by others."""
+    """True if the installed versions have this setting and allow the value that others recorded."""
     problems: list[Problem] = []
     return bool(accept({name: value}, NAME, problems)) and not problems
 

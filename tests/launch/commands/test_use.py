@@ -71,7 +71,7 @@ def test_recipes_evaluate_asks_for_dataset_name_if_the_run_has_no_held_out_data(
 def test_the_model_card_of_an_adapter_names_base_model_data_recipe_and_eval_loss(adapter, tiny_model, texts):
     card, record = (adapter / "README.md").read_text(), json.loads((adapter / "run.json").read_text())
     assert f"base_model: {tiny_model}\n" in card and f"the {texts} dataset" in card and "recipe `standard`" in card
-    assert f"- Loss: {record['eval_loss']:.4f}" in card and "[More Information Needed]" not in card
+    assert f"- Loss: {record['eval_loss']:.4f}" in card and "[More Info" not in card and f"[{tiny_model}](" not in card
 
 
 def first_tokens(model, inputs, tokenizer) -> str:

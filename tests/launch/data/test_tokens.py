@@ -108,7 +108,7 @@ def test_a_changed_data_file_is_tokenized_again_even_if_its_mtime_is_unchanged(t
     assert decoded(tokenizer, load_data(run_with(dataset_name=path), tokenizer).train) == ["new<|endoftext|>"]
 
 
-def test_another_text_column_or_chat_template_is_tokenized_anew(tmp_path, tokenizer):
+def test_another_text_column_chat_template_or_code_of_ours_is_tokenized_anew(tmp_path, tokenizer, monkeypatch):
     name = jsonl(tmp_path, [{"text": "a", "body": "b", "messages": None}, {**CHATS[0], "text": None}])
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -118,6 +118,9 @@ def test_another_text_column_or_chat_template_is_tokenized_anew(tmp_path, tokeni
     ]
     assert [texts[0] for texts in found] == ["a<|endoftext|>", "b<|endoftext|>", "a<|endoftext|>"]
     assert found[0][1].startswith("<|im_start|>user") and found[2][1] == "text 00 txet"
+    monkeypatch.setattr(tokens, "__file__", str(tmp_path / "tokens.py"))  # another version of launch/data
+    load_data(run_with(dataset_name=name, dataset_text_field="text"), tokenizer)
+    assert len(list(cache_folder().iterdir())) == 3 + 1
 
 
 def test_a_tokenizer_loaded_offline_has_the_same_cache_key(tmp_path, tokenizer):

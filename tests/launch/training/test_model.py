@@ -79,10 +79,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
-    [
-        ("llama", {"max_length": 2049}, "2049 tokens exceed the model's 2048 positions"),
-        ("bert", {}, "is an encoder"),
-    ],
+    [("llama", {"max_length": 2049}, "2049 tokens exceed the model's 2048 positions"), ("bert", {}, "is an encoder")],
 )
 def test_a_hub_model_that_does_not_fit_max_length_or_the_task_is_refused(kind, settings, message, request, monkeypatch):
     run = run_with(request.getfixturevalue(kind), **settings)

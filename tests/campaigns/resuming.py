@@ -3,7 +3,7 @@
     python -m tests.campaigns.resuming kills --seed S --count N [--engine E ...] [--workers K]
     python -m tests.campaigns.resuming damage --seed S --count N [--engine E ...] [--workers K]
 
-kills: N chains of one to four SIGKILLs, at the whole run or at one rank of it.
+kills: chains of one to four SIGKILLs, at the whole run or at one rank of it, until N have hit.
 damage: N faults, each kind of them and each place at least once: in files of the newest checkpoint,
 in the whole of it, in two files, in the model that the run started from, its tokenizer and
 configuration, in the data and in run.json.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -623,7 +624,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.resuming")
     parser.add_argument("what", choices=("kills", "damage"))
     parser.add_argument("--seed", default="0", help="any word; the same word draws the same [0]")
-    parser.add_argument("--count", type=int, default=30, help="how many chains of kills, or faults [30]")
+    parser.add_argument("--count", type=int, default=30, help="how many kills that hit, or faults [30]")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, metavar="E", default=PLAIN, help=", ".join(ENGINES))
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="runs at a time")
     parser.add_argument("--only", metavar="TRIAL", help="try what is printed of a lost run, and print its output")
@@ -646,11 +647,17 @@ def main() -> int:
 
 def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:
     if options.only:
-        options.engine = [chain_from(options.only).engine]
+        chain = chain_from(options.only)
+        list(results(partial(prepare, scratch), [chain.engine], options.workers))
+        yield from results(partial(killed, scratch), [chain], options.workers)
+        return
     events = dict(results(partial(prepare, scratch), options.engine, options.workers))
-    chains = [draw_kills(Random(f"{options.seed}-{number}"), events) for number in range(options.count)]
-    chains = [chain_from(options.only)] if options.only else chains
-    yield from results(partial(killed, scratch), chains, options.workers)
+    missing, number = options.count, itertools.count()
+    while missing > 0:  # a chain may end before its last kill
+        chains = [draw_kills(Random(f"{options.seed}-{next(number)}"), events) for _ in range((missing + 1) // 2)]
+        for result in results(partial(killed, scratch), chains, options.workers):
+            missing -= len(result.hits)
+            yield result
 
 
 def _damage(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:

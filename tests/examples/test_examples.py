@@ -27,14 +27,10 @@ def rows_of(kind, number):
 def test_example_scripts_on_two_ranks_change_over_half_of_the_weight_tensors(kind, recipe, tiny_model, tmp_path):
     data, output = tmp_path / "rows.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(rows_of(kind, number)) + "\n" for number in range(64)))
-    launcher = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        f"accelerate_configs/{recipe}.yaml",
-    ]
-    script = [f"tests/examples/{kind}.py", recipe, str(tiny_model), str(data), str(output)]
+    config = ["--config_file", f"accelerate_configs/{recipe}.yaml"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *config]
+    file = ["custom_loss.py"] if kind == "custom_loss" else ["trl_trainers.py", kind]
+    script = [f"tests/examples/{file[0]}", *file[1:], recipe, str(tiny_model), str(data), str(output)]
     done = run([*launcher, "--num_processes", "2", "--main_process_port", "0", *script], output, cwd=ROOT)
     assert done.code == 0, done.output[-3000:]
     before, after = (load_file(folder / "model.safetensors") for folder in (tiny_model, output))

@@ -87,3 +87,10 @@ def test_a_child_process_dies_with_its_parent(module):
         parent.kill()
     wait_for("the end of the process", lambda: not alive(pid))
     psutil.Process(child).kill()
+
+
+def test_exit_with_calls_atexit_functions_and_exits_with_the_code_of_main():
+    own = "atexit.register(print, 'a tracker has uploaded the run', flush=True); return 75"
+    script = f"import atexit\nfrom launch.host.files import exit_with\ndef main():\n    {own}\nexit_with(main)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, "a tracker has uploaded the run\n"), done.stderr

@@ -41,8 +41,8 @@ MOST_LINES = 800  # of a file, which is one concept
 BUDGETS = {
     "recipes": 780,
     "recipes/legal": 475,
-    "recipes/run": 1910,
-    "recipes/rules": 2272,
+    "recipes/run": 1840,
+    "recipes/rules": 2342,
     "recipes/planner": 3050,
     "recipes/scaling": 1160,
     "launch": 530,

@@ -32,9 +32,9 @@ from recipes.errors import Problem, UserError, mistake, one_line, plural, raise_
 from recipes.planner.memory import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import freeze_parts_without_text, refused_by_class, what_peft_accepts
+from recipes.rules.local_model import is_classifier, max_positions
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import existing_path, expanded
-from recipes.run.local_model import is_classifier, max_positions
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:

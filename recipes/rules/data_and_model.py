@@ -29,16 +29,16 @@ from recipes.rules.facts import (
     rule_of_train_py,
     uses_fsdp,
 )
-from recipes.rules.table import error_row
-from recipes.run import RunSpec, nearest
-from recipes.run.files import existing_path, expanded
-from recipes.run.local_model import (
+from recipes.rules.local_model import (
     is_git_lfs_pointer,
     max_positions,
     model_folder,
     text_config,
     weights_in,
 )
+from recipes.rules.table import error_row
+from recipes.run import RunSpec, nearest
+from recipes.run.files import existing_path, expanded
 
 # --- Data -----------------------------------------------------------------------------------------
 

@@ -25,9 +25,9 @@ from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
+from recipes.rules.local_model import local_config
 from recipes.run import RunSpec
 from recipes.run.files import Json, read_json
-from recipes.run.local_model import local_config
 
 Judge = Callable[[RunSpec], Iterator[Problem]]
 

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 from recipes import legal
-from recipes.run.local_model import local_config, max_positions, text_config
+from recipes.rules.local_model import local_config, max_positions, text_config
 
 TASKS = ("causal_lm", "sequence_classification")
 TYPES = sorted(kind for kind in legal.names("model_types") if any(legal.model_class(kind, task) for task in TASKS))

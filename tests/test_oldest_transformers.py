@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.running import ROOT
 
+WORLDS = "launch/training/test_other_world.py::"
+WORLDS += "test_a_run_of_4_processes_resumed_by_2_then_1_then_3_trains_as_if_never_stopped"
 TESTS = (
     "recipes/legal",
     "recipes/rules/test_check.py",
@@ -19,7 +21,8 @@ TESTS = (
     "launch/training/test_equals_handwritten_loop.py::test_a_recipe_has_the_losses_of_a_handwritten_loop[standard-4-4-False]",
     "launch/scaling/test_scale.py::test_the_flag_measure_does_not_change_the_losses_or_weights_of_a_training",
     "launch/training/test_sharded.py",
-    "launch/training/test_other_world.py",
+    f"{WORLDS}[zero3]",
+    f"{WORLDS}[fsdp2]",
 )
 
 

@@ -56,10 +56,6 @@ class Checkpoint:
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def valid(self) -> bool:
-        return not self.faults
-
 
 # --- The manifest ---------------------------------------------------------------------------------
 
@@ -193,7 +189,7 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
     damaged: list[Checkpoint] = []
     for path in (path for path in numbered(output_dir) if _step(path) > after):
         checkpoint = inspect(path, run)
-        if checkpoint.valid:
+        if not checkpoint.faults:
             return checkpoint, damaged
         damaged.append(checkpoint)
     return None, damaged

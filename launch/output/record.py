@@ -274,7 +274,8 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml:
     else that the run depends on. `data_commit` is the commit of data from the Hub. `yaml` is the
     Accelerate YAML of a run that is not launched yet.
     """
-    launcher = launcher_words()
+    words, script = launcher_argv(), sys.argv[0]
+    launcher = words[: words.index(script)] if script in words else words  # up to our script
     yaml = yaml or _accelerate_config(launcher)
     settings = {name: run.setting(name) for name in sorted(run)}
     content = {
@@ -351,12 +352,6 @@ def code() -> Json:
             done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
             found["commit"] = done.stdout.strip()
     return found
-
-
-def launcher_words() -> list[str]:
-    """Return the launcher's command line up to our script; empty without a launcher."""
-    words = launcher_argv()
-    return words[: words.index(sys.argv[0])] if sys.argv[0] in words else words
 
 
 def by_accelerate(words: list[str]) -> bool:

@@ -198,7 +198,7 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
 def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[str] = ()) -> Earlier:
     """Return how a run begins from the checkpoint that the user named; `UserError` if damaged."""
     checkpoint = inspect(path)
-    if not checkpoint.valid:
+    if checkpoint.faults:
         fix = "leave --resume_from_checkpoint out: the newest valid checkpoint is found automatically"
         raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
     began_from = record.read_intact(path.parent)

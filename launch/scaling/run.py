@@ -132,7 +132,8 @@ def points(
     """Return the points to measure: by default the recipe `standard` at 1, 2, 4, ... processes.
     Raises `UserError` for an illegal run, or a batch that weak scaling cannot split evenly.
     """
-    sizes = sorted(set(sizes or _all_sizes()))
+    gpus = len(read_hardware().gpus)
+    sizes = sorted(set(sizes or [size for size in (1, 2, 4, 8, 16) if size <= (gpus or 2)]))
     found = []
     for recipe in recipes or ["standard"]:
         batch = checked_job(recipe, argv, Local().place(1)).run.batch.total
@@ -146,11 +147,6 @@ def points(
                 batches.setdefault((size, at), []).append(kind)
         found += [Point(recipe, size, at, tuple(kinds)) for (size, at), kinds in batches.items()]
     return found
-
-
-def _all_sizes() -> list[int]:
-    gpus = len(read_hardware().gpus)
-    return [size for size in (1, 2, 4, 8, 16) if size <= max(2, gpus)] if gpus != 1 else [1]
 
 
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:

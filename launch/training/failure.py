@@ -176,10 +176,8 @@ def _is_first(run: RunSpec) -> bool:
     """Create out_of_memory.json. True if this rank is the first, or if nothing can be written."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # the disk is full too: better reported twice than never
-        pass
+    except OSError as error:  # if the disk is full too, better reported twice than never
+        return not isinstance(error, FileExistsError)
     return True
 
 

@@ -67,9 +67,29 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     # With a cache, transformers ignores where the examples of a packed row begin. Multimodal models
     # read the setting of their text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
+    if tokenizer.chat_template and model.can_generate():
+        _stop_after_answers(model, tokenizer)
     require_batches_for_batch_norm(run, model)
     freeze_parts_without_text(model)
     return with_adapters(run, model, new) if run["use_peft"] else model
+
+
+def _stop_after_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let `generate` stop at the special token that the chat template writes after an answer, which
+    base models that learned chats do not: github.com/huggingface/open-r1/issues/603
+    """
+    answer = "An answer."
+    chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+    try:
+        after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(answer)[2].lstrip()
+    except Exception:  # the template is a program that need not accept this chat
+        return
+    first = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    stops = model.generation_config.eos_token_id
+    known = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if special & {*first} - {*known}:
+        model.generation_config.eos_token_id = [*known, *first]
 
 
 def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str]:

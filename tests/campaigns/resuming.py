@@ -435,7 +435,7 @@ def killed(scratch: Path, chain: Chain) -> Result:
         if result.lost or finished:
             break
     last = inspect(Path(OUTPUT, LAST))
-    if not result.lost and not last.valid:
+    if not result.lost and last.faults:
         result.lost = f"the last checkpoint: {', '.join(last.faults)}"
     return result
 

@@ -40,6 +40,7 @@ def main(recipe: str, model: str, texts: str, output: str) -> None:
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.end_training()  # leaves the process group: otherwise gloo may abort at exit
 
 
 if __name__ == "__main__":

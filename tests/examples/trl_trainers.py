@@ -20,6 +20,7 @@ def main(name: str, recipe: str, model: str, rows: str, output: str) -> None:
     trainer = trainer_class(model=model, args=args, train_dataset=load_dataset("json", data_files=rows, split="train"))
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.end_training()  # leaves the process group: otherwise gloo may abort at exit
 
 
 if __name__ == "__main__":

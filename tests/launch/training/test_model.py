@@ -48,6 +48,13 @@ def test_pretrained_weights_are_loaded_and_all_are_trainable_without_peft(llama,
     assert load(run_with(llama, attn_implementation="eager")).config._attn_implementation == "eager"
 
 
+def test_a_model_also_stops_at_the_special_token_that_ends_an_answer_in_its_chat_template(llama, tokenizer):
+    """The generation config of a base model often has only the token that ends a document."""
+    config = load(run_with(llama)).generation_config
+    assert tokenizer.convert_ids_to_tokens(config.eos_token_id)[-1] == "<|im_end|>"
+    assert config.eos_token_id[:-1] == [LlamaForCausalLM.from_pretrained(llama).generation_config.eos_token_id]
+
+
 @pytest.mark.parametrize("chosen", [{}, {"use_peft": True}], ids=str)
 def test_parts_of_a_multimodal_model_that_text_never_reaches_are_frozen_and_get_no_adapters(chosen, tmp_path):
     """DDP waits for the gradient of every trained parameter, and a vision tower never gets one."""

@@ -35,11 +35,12 @@ class Text:
 
 
 def encode_rows(
-    rows: pyarrow.Table, features: Features, run: Settings, tokenizer, first: int | None = None
+    rows: pyarrow.Table, features: Features, run: Settings, tokenizer, embeddings: int, first: int | None = None
 ) -> list[Tokens]:
     """Return the tokens and labels of each row; empty lists for a row that `_read` leaves out.
 
     With `first`, the index of the first row in its split, a `UserError` names the row.
+    The model knows `embeddings` tokens, perhaps fewer than the tokenizer.
     """
     known = formats(run, features)
     names = {*chain(*known), *_BESIDE} & {*features}
@@ -59,6 +60,11 @@ def encode_rows(
         places = [place for place, one in enumerate(found) if isinstance(one, kind)]
         for place, pair in zip(places, encode([found[place] for place in places], run, tokenizer), strict=True):
             tokens[place] = pair
+    largest = max((max(ids, default=0) for ids, _ in tokens), default=0) if embeddings < len(tokenizer) else 0
+    if largest >= embeddings:
+        what = f"the data has the token {tokenizer.decode(largest)}, but the model has only {embeddings:,} embeddings"
+        fix = "call model.resize_token_embeddings(len(tokenizer)), and save model and tokenizer into a new folder"
+        raise mistake("model_name_or_path", what, fix)
     return tokens
 
 

@@ -28,7 +28,7 @@ from datasets import Dataset, IterableDataset
 from launch.data import sources
 from launch.data.batches import Example, in_rows, joins, nothing_to_learn, teaches
 from launch.data.encode import IGNORED
-from launch.data.tokens import Encoder, Tokenized, naming, token_table, tokenized
+from launch.data.tokens import Encoder, Tokenized, encoder_of, naming, token_table, tokenized
 from recipes.errors import StreamBroke, UserError, plural
 from recipes.mixture import Part
 from recipes.run import Json, RunSpec
@@ -187,8 +187,7 @@ def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     rows = splits[wanted["dataset_train_split"]]
     if rows.num_shards % (run.data_parallel_size * max(1, run["dataloader_num_workers"])):
         rows = rows.reshard()  # makes each row group of Parquet a shard; other files stay as they are
-    # A dict, because workers that are not forked get a pickle, and a RunSpec cannot be pickled.
-    encode = Encoder(sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer)
+    encode = encoder_of(run, tokenizer, part, rows)
     if (first := next(encode.source.tables(WINDOW), None)) is not None:
         encode(first[0], 0)  # reports malformed rows among the first ones, before a model is loaded
     evaluation = None

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import tokenizers
 import transformers
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.table import MemoryMappedTable, concat_tables
 from filelock import FileLock
 from tqdm import tqdm
@@ -37,6 +37,7 @@ from launch.data.sources import Source
 from launch.host.files import write_whole, writing
 from recipes.errors import UserError
 from recipes.mixture import Part, parts_of_run
+from recipes.rules.local_model import text_config
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import read_json
 
@@ -111,6 +112,7 @@ class Encoder:
     source: Source
     run: Settings
     tokenizer: Any
+    embeddings: int  # how many tokens the model knows
 
     def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
         """Return the tokens of each row. `first` is the index of the first row; None if unknown.
@@ -122,7 +124,7 @@ class Encoder:
         for at in range(0, len(rows), size):
             number = None if first is None else first + at
             try:
-                tokens += encode_rows(rows.slice(at, size), features, self.run, self.tokenizer, number)
+                tokens += encode_rows(rows.slice(at, size), features, self.run, self.tokenizer, self.embeddings, number)
             except UnicodeDecodeError as error:  # pyarrow's JSON reader does not check bytes: using the text does
                 raise sources.unreadable(self.source.part.name, error) from None
         table = token_table(tokens)
@@ -131,6 +133,12 @@ class Encoder:
             schema = Features(TOKENS | {"label": features[name]}).arrow_schema
             table = pa.Table.from_arrays([*table.columns, rows.column(name)], schema=schema)
         return table
+
+
+def encoder_of(run: RunSpec, tokenizer, part: Part, rows: IterableDataset) -> Encoder:
+    known = text_config(run.model or {}).get("vocab_size") or len(tokenizer)
+    # A dict, because workers that are not forked get a pickle, and a RunSpec cannot be pickled.
+    return Encoder(sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer, known)
 
 
 def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
@@ -175,7 +183,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     if not part.name:  # the demonstration, which is small
         splits = {}
         for name, rows in sources.open_splits(run, part, None).items():
-            encode = Encoder(sources.source_of(run, part, rows), run, tokenizer)
+            encode = encoder_of(run, tokenizer, part, rows)
             tables = [encode(table) for table, _ in encode.source.tables(ROWS_AT_ONCE)]
             splits[name] = Dataset(pa.concat_tables(tables), fingerprint=name)
         return Tokenized(splits["train"], splits.get("test"))
@@ -289,7 +297,7 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
     index = {"made": {}, **(read_json(folder / _INDEX)[0] or {}), "names": list(splits), "commit": commit}
     for split, wanted in needed.items():
         made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})
-        encode = Encoder(sources.source_of(run, part, splits[split]), run, tokenizer)
+        encode = encoder_of(run, tokenizer, part, splits[split])
         encoded = in_order(encode, made["place"], made["rows"], run["dataset_num_proc"] or run.hardware.cores)
         # A terminal shows progress at once, a log file every ten seconds.
         seconds, title = 0.2 if sys.stderr.isatty() else 10, f"tokenizing {part.name} ({split})"

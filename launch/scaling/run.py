@@ -189,7 +189,7 @@ def _measure_in_turns(
             if point in failed:
                 continue
             with _on_cores(point.num_processes, largest):
-                row = _measure(point, argv, steps, folder, f"{_slug(point)}-{repeat + 1}")
+                row = _measure(point, argv, steps, folder, repeat + 1)
             if row is None:
                 failed.append(point)
                 continue
@@ -201,9 +201,9 @@ def _measure_in_turns(
     return failed
 
 
-def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:
+def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, repeat: int) -> Timing | None:
     """Measure one run and keep only its log. If it fails, print the log's end and return None."""
-    log = folder / "logs" / f"{name}.log"
+    log = folder / "logs" / f"{re.sub('[^A-Za-z0-9]+', '-', point.title)}-{repeat}.log"
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         job = _job(point, argv, steps, Path(place))
         with log.open("wb") as stream:
@@ -239,11 +239,6 @@ def _on_cores(world_size: int, most: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, all_cores)
-
-
-def _slug(point: Point) -> str:
-    words = f"{point.applied or point.recipe}-{point.num_processes}x-batch-{point.global_batch}"
-    return re.sub(r"[^A-Za-z0-9]+", "-", words)
 
 
 # --- Trying advice of the report -----------------------------------------------------------------

@@ -61,7 +61,7 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     if run["model_name_or_path"] and _waits_for_weights(run):
         model = _unread(run, config)
     elif run["from_scratch"] or run["model_name_or_path"] is None:
-        model = _from_scratch(run, config, len(tokenizer))
+        model = _from_scratch(run, config)
     else:
         model, new = _pretrained(run, config)
     # With a cache, transformers ignores where the examples of a packed row begin. Multimodal models
@@ -218,15 +218,11 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
         raise mistake(flag, cannot, fix) from None
 
 
-def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
+def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     """Create the model with random weights, equal on all ranks and, on CPUs, under all engines. On
     GPUs, ZeRO-3 draws other numbers. Under ZeRO-3, transformers before 5.23 does not scale GPT-2's
-    residual projections. Raises `UserError` if the tokenizer's `vocabulary` exceeds the model's.
+    residual projections.
     """
-    known = config.get_text_config().vocab_size
-    if vocabulary > known:
-        what = f"the tokenizer has {vocabulary:,} tokens, more than vocab_size {known:,}"
-        raise mistake("from_scratch", what, f"set vocab_size {vocabulary} in the model's config.json")
     with _of_these_files(run, "model"):
         model = _built(run, config)
     # Constructors have drawn random numbers (not under ZeRO-3), so initialize again with the seed.

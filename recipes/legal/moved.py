@@ -5,6 +5,7 @@ The tables omit legal names, and names whose most similar legal name is the fix 
 
 _GONE_5_0 = "was removed in transformers 5.0"
 _OTHER = "has another name here"
+_FLASH = (_OTHER, "attn_implementation: flash_attention_2")
 
 # old name -> (what happened, what to write instead): Trainer's old names, and names in other tools
 RENAMED: dict[str, tuple[str, str]] = {
@@ -39,11 +40,9 @@ RENAMED: dict[str, tuple[str, str]] = {
     "model": (_OTHER, "model_name_or_path"),
     "per_device_batch_size": (_OTHER, "per_device_train_batch_size"),
     "eval_batch_size": (_OTHER, "per_device_eval_batch_size"),
-    "flash_attention": (_OTHER, "attn_implementation: flash_attention_2"),
-    "use_flash_attention_2": (_OTHER, "attn_implementation: flash_attention_2"),
+    **dict.fromkeys("flash_attn flash_attention use_flash_attn use_flash_attention_2".split(), _FLASH),
     "micro_batch_size": (_OTHER, "per_device_train_batch_size"),
-    "epochs": (_OTHER, "num_train_epochs"),
-    "max_epochs": (_OTHER, "num_train_epochs"),
+    **dict.fromkeys("epochs max_epochs".split(), (_OTHER, "num_train_epochs")),
     "lr": (_OTHER, "learning_rate"),
     "resume": ("is not needed: resuming is automatic", "leave it out, or resume_from_checkpoint: FOLDER"),
 }
@@ -63,7 +62,6 @@ ELSEWHERE: dict[str, str] = {
     "deepspeed_config": "set it in the Accelerate YAML",
     **dict.fromkeys("zero_stage offload_optimizer_device offload_param_device".split(), _DEEPSPEED),
     "gradient_clipping": "max_grad_norm",
-    "gradient_checkpointing_use_reentrant": 'gradient_checkpointing_kwargs: {"use_reentrant": ...}',
     "fsdp_transformer_layer_cls_to_wrap": 'fsdp_config: {"transformer_layer_cls_to_wrap": [...]}',
     "fsdp_version": "set it in fsdp_config of the Accelerate YAML",
     "even_batches": 'accelerator_config: {"even_batches": ...}',

@@ -126,7 +126,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
         model = _model(config, case)
         live = LiveBytes(vocabulary=config.get_text_config().vocab_size)
         live.ignore([*model.parameters(), *model.buffers()])
-        inputs = _inputs(config, case)
+        inputs = _inputs(case)
         operations = Operations(case.on_cuda, case.capability)
         before = divided()
         if case.compiled:
@@ -268,13 +268,11 @@ def _with_adapters(model: torch.nn.Module, adapters: Adapters) -> torch.nn.Modul
     return wrapped
 
 
-def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
+def _inputs(case: Case) -> dict[str, torch.Tensor]:
     ids = torch.zeros(case.batch * case.copies, case.length, dtype=torch.long)
     labels = ids[:, 0] if case.task == "sequence_classification" else ids
-    inputs = {"input_ids": ids, "labels": labels.clone()}
-    if case.mask:
-        inputs["attention_mask"] = torch.ones_like(ids)
-    return inputs
+    mask = {"attention_mask": torch.ones_like(ids)} if case.mask else {}
+    return {"input_ids": ids, "labels": labels.clone(), **mask}
 
 
 # --- Shallow models -------------------------------------------------------------------------------

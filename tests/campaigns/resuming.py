@@ -646,17 +646,14 @@ def main() -> int:
 
 
 def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:
-    if options.only:
-        chain = chain_from(options.only)
-        list(results(partial(prepare, scratch), [chain.engine], options.workers))
-        yield from results(partial(killed, scratch), [chain], options.workers)
-        return
-    events = dict(results(partial(prepare, scratch), options.engine, options.workers))
+    only = [chain_from(options.only)] if options.only else []
+    engines = [chain.engine for chain in only] or options.engine
+    events = dict(results(partial(prepare, scratch), engines, options.workers))
     missing, number = options.count, itertools.count()
     while missing > 0:  # a chain may end before its last kill
-        chains = [draw_kills(Random(f"{options.seed}-{next(number)}"), events) for _ in range((missing + 1) // 2)]
+        chains = only or [draw_kills(Random(f"{options.seed}-{next(number)}"), events) for _ in range(-(-missing // 2))]
         for result in results(partial(killed, scratch), chains, options.workers):
-            missing -= len(result.hits)
+            missing -= missing if only else len(result.hits)
             yield result
 
 

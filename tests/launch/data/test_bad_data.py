@@ -1,8 +1,11 @@
 """Data that cannot be learned from: what is wrong with it is named, and what it should be."""
 
+from dataclasses import replace
+
 import pytest
 
 from launch.data.load import load_data
+from tests.support.models import chat_tokenizer
 from tests.support.rows import decoded, jsonl, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -71,3 +74,12 @@ def test_a_malformed_row_is_refused_with_its_row_number_and_a_fix(name, tmp_path
     found = problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer)
     assert found.subject == "dataset_name" and found.what.startswith("row 1: ") and expected in found.what
     assert found.fix and "\n" not in str(found)
+
+
+def test_only_rows_with_a_token_that_has_no_embedding_in_the_model_are_refused(tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens("<new>")
+    old, new = (run_with(dataset_name=jsonl(tmp_path, texts(word), f"{word}.jsonl")) for word in ("old", "<new>"))
+    assert len(load_data(replace(old, model={"vocab_size": 260}), tokenizer).train) == 1
+    found = problem(replace(new, model={"vocab_size": 260}), tokenizer)
+    assert "the data has the token <new>, but the model has only 260 embeddings" in found.what

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,15 @@ def stopped(run: Run, tell) -> str:
 @pytest.fixture
 def flags(tiny_model, texts):
     return [*model_flags(tiny_model, texts), *STEPS]
+
+
+def assert_resumable(output: Path, status: str = "preempted") -> int:
+    """Stopped, with a valid checkpoint of its last step and no final model; returns that step."""
+    newest, damaged = newest_valid(output)
+    assert newest is not None and not damaged
+    assert read_record(output)["status"] == status
+    assert not (output / "model.safetensors").exists()
+    return newest.step
 
 
 def rank(number: int):
@@ -64,10 +74,7 @@ def all_at_once(number: int):
 def test_a_run_stopped_by_a_signal_saves_a_checkpoint_of_its_last_step(start, tell, tiny_model, texts, tmp_path):
     run = start([*model_flags(tiny_model, texts), *ENDLESS], tmp_path)
     output = stopped(run, tell)
-    newest, damaged = newest_valid(tmp_path)
-    assert newest is not None and newest.step >= 5 and not damaged
-    assert read_record(tmp_path)["status"] == ("interrupted" if "SIGINT" in output else "preempted")
-    assert not (tmp_path / "model.safetensors").exists()
+    assert assert_resumable(tmp_path, "interrupted" if "SIGINT" in output else "preempted") >= 5
     assert "at step" in output and "run the same command again" in output
     assert start is not Run or (run.process.returncode == EXIT_CODE == 75 and "Traceback" not in output)
 

@@ -40,7 +40,7 @@ MOST_LINES = 800  # of a file, which is one concept
 # lowered, but for legal, planner, host, commands, rules, data and training.
 BUDGETS = {
     "recipes": 780,
-    "recipes/legal": 481,
+    "recipes/legal": 479,
     "recipes/run": 1840,
     "recipes/rules": 2342,
     "recipes/planner": 3048,
@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/jobs": 1360,
     "launch/output": 1443,
     "launch/scaling": 886,
-    "launch/training": 2208,
+    "launch/training": 2210,
 }
 
 

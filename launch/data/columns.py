@@ -44,8 +44,8 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
     if absent := [name for name in part.columns if name not in columns]:
         what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
-        near = nearest(absent[0], columns)
-        return [Problem(flag, what, f"write {near}={part.columns[absent[0]]}" if near else "name columns that exist")]
+        old, new = nearest(absent[0], columns) or "NAME", part.columns[absent[0]]
+        return [Problem(flag, what, f"write {old}={new}: the name in the data comes first")]
     has = new_names(columns, part).values()
     said = f"{part.name or 'the data'} has {', '.join(has)}"
     if run["task"] == "sequence_classification":

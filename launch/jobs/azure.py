@@ -321,11 +321,11 @@ def own_files(job: Job, found: Sequence[Problem] = ()) -> list[Path]:
         if os.path.isfile(text) and not path.is_absolute() and path.parts[0] != "..":  # noqa: PTH113, of any text
             files.append(path)
         elif is_rows or text.startswith((".", "/", "~")) or existing_path(text):
-            kind, fix = "not a file in the current folder", f"copy the file here and give --{name} {path.name}"
+            kind, fix = "not in the current folder", f"copy the file here and give --{name} {path.name}"
             if os.path.isdir(text):  # noqa: PTH112, of any text
                 kind, fix = "a folder", f"upload the folder with `hf upload`, and give --{name} its name on the Hub"
             fix += ", or use --data with an asset or uri" * is_data
-            problems.append(Problem(name, f"{text} is {kind}, and a job uploads only files of the current folder", fix))
+            problems.append(Problem(name, f"{text} is {kind}: a job uploads single files of the current folder", fix))
     raise_errors(problems)
     return files
 

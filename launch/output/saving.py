@@ -60,9 +60,9 @@ class CommittingTrainer(Trainer):
         if run["use_peft"] and file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
             self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
             # Trainer writes "multi-GPU" on a CPU too, and links a local folder to the Hub.
-            wrong = r"- distributed_type: .*\n|\(https://huggingface\.co/[./~][^)]*\)"
+            wrong = r"- distributed_type: .*\n|\[([./~][^]]*)\]\(https://huggingface\.co/[^)]*\)"
             ending = f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n"
-            file.write_text(re.sub(wrong, "", file.read_text(encoding="utf-8")) + ending, encoding="utf-8")
+            file.write_text(re.sub(wrong, r"\1", file.read_text(encoding="utf-8")) + ending, encoding="utf-8")
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()

@@ -109,8 +109,10 @@ def _explained(error: BaseException, remedied: tuple[str, str] | None, folder: P
     again = f"{remedy}, then run the same command again" if remedy else "To resume, run the same command again"
     if newest := newest_complete(str(folder)) if folder else None:
         return f"{what}. Saved: {newest}. {again}: it resumes from the newest valid checkpoint."
-    unsaved = f"{what}. Saved: no checkpoint yet." if folder else what
-    return f"{unsaved.rstrip('.')}. {again}." if remedy else unsaved
+    if not folder:
+        return f"{what.rstrip('.')}. {again}." if remedy else what
+    then = f". {again}" if remedy else ": the same command starts over"
+    return f"{what}. Saved: no checkpoint yet{then}."
 
 
 def _lost_a_rank(error: BaseException) -> bool:

@@ -40,7 +40,7 @@ MOST_LINES = 800  # of a file, which is one concept
 # lowered, but for legal, planner, host, commands, rules, data and training.
 BUDGETS = {
     "recipes": 780,
-    "recipes/legal": 479,
+    "recipes/legal": 478,
     "recipes/run": 1840,
     "recipes/rules": 2342,
     "recipes/planner": 3048,
@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/fit": 256,
     "launch/host": 1130,
     "launch/jobs": 1360,
-    "launch/output": 1443,
+    "launch/output": 1444,
     "launch/scaling": 886,
     "launch/training": 2210,
 }

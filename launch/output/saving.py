@@ -56,11 +56,12 @@ class CommittingTrainer(Trainer):
 
     def write_card(self, run: RunSpec) -> None:
         """Write an adapter's README.md, if the file is still the empty template of peft."""
-        file = Path(run["output_dir"], "README.md")
+        file, name = Path(run["output_dir"], "README.md"), run["model_name_or_path"]
         if run["use_peft"] and file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
-            self.create_model_card(finetuned_from=run["model_name_or_path"], dataset=title(run["dataset_name"]))
-            # Trainer writes "multi-GPU" on a CPU too, and links a local folder to the Hub.
-            wrong = r"- distributed_type: .*\n|\[([./~][^]]*)\]\(https://huggingface\.co/[^)]*\)"
+            self.create_model_card(finetuned_from=name, dataset=title(run["dataset_name"]))
+            # Trainer writes "multi-GPU" on a CPU too, and links local folders to the Hub.
+            local = re.escape(name) if Path(name).expanduser().exists() else "$."
+            wrong = rf"- distributed_type: .*\n|\[({local})\]\(https://[^)]*\)"
             ending = f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n"
             file.write_text(re.sub(wrong, r"\1", file.read_text(encoding="utf-8")) + ending, encoding="utf-8")
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.running import ROOT
 
-WORLDS = "launch/training/test_other_world.py::"
-WORLDS += "test_a_run_of_4_processes_resumed_by_2_then_1_then_3_trains_as_if_never_stopped"
+WORLDS = "test_a_run_of_4_processes_resumed_by_2_then_1_then_3_trains_as_if_never_stopped"
 TESTS = (
     "recipes/legal",
     "recipes/rules/test_check.py",
@@ -21,8 +20,8 @@ TESTS = (
     "launch/training/test_equals_handwritten_loop.py::test_a_recipe_has_the_losses_of_a_handwritten_loop[standard-4-4-False]",
     "launch/scaling/test_scale.py::test_the_flag_measure_does_not_change_the_losses_or_weights_of_a_training",
     "launch/training/test_sharded.py",
-    f"{WORLDS}[zero3]",
-    f"{WORLDS}[fsdp2]",
+    f"launch/training/test_other_world.py::{WORLDS}[zero3]",
+    f"launch/training/test_other_world.py::{WORLDS}[fsdp2]",
 )
 
 

@@ -603,7 +603,8 @@ def judge(outcome: Outcome, fault: Fault, files: list[Path], differs: Callable[[
         return STARTED_OVER, outcome.last_words()
     if why := differs():
         is_best = files[0].is_relative_to(Path(OUTPUT, BEST_STEP))  # then another best model has to do
-        return TOLD if named and (is_input or is_best) else DIFFERENT, why
+        noted = is_input and re.search(r"^note .*(changed|differ|damaged)", outcome.output, re.M)  # banners name inputs
+        return TOLD if noted or (named and is_best) else DIFFERENT, why
     return MENDED if named or is_input else UNNAMED, ""
 
 

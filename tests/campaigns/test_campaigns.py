@@ -155,7 +155,7 @@ def test_a_kill_that_the_campaign_drew_for_rank_1_does_not_kill_rank_0(tmp_path)
 
 
 RESUMED = "note  checkpoint-5 is damaged (model.safetensors is cut off)\nresuming from out/checkpoint-4, step 4"
-SILENT = "resuming from out/checkpoint-4, step 4"
+SILENT = "resuming from out/checkpoint-4, step 4\ndata       texts.jsonl, 64 examples"
 ERROR = "\nerror  dataset_name: texts.jsonl is not valid. Fix: write it again"
 CRASH = "Traceback (most recent call last):\nValueError: no"
 
@@ -173,7 +173,7 @@ CRASH = "Traceback (most recent call last):\nValueError: no"
         ("data", 2, ERROR, "", resuming.REFUSED),
         ("data", 0, SILENT, "", resuming.MENDED),
         ("data", 0, SILENT, "losses", resuming.DIFFERENT),
-        ("data", 0, f"texts.jsonl has changed\n{SILENT}", "losses", resuming.TOLD),
+        ("data", 0, f"note  the data has changed\n{SILENT}", "losses", resuming.TOLD),
     ],
 )
 def test_the_damage_campaign_judges_a_run_by_exit_code_output_and_differences(where, code, output, differs, kind):

@@ -47,7 +47,7 @@ def test_a_mistake_in_a_users_recipe_ends_show_check_plan_and_submit_with_exit_c
 
 
 @pytest.mark.parametrize("target", [["local"], ["slurm", "--gpus_per_node", "1"]])
-def test_a_local_or_slurm_job_names_the_file_of_a_users_recipe(target, capsys):
+def test_the_command_of_a_local_or_slurm_job_passes_the_file_of_a_users_recipe(target, capsys):
     assert main(["submit", *target, "--recipe", "mine.yaml", "--dry_run"]) == 0
     assert "--recipe mine.yaml" in capsys.readouterr().out
 

@@ -81,7 +81,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_in_a_command_is_named_and_nothing_is_started_or_sent(words, tmp_path, monkeypatch, capsys):
+def test_a_mistake_in_a_command_is_named_and_no_job_is_started_or_submitted(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execv", lambda *anything: pytest.fail("it was started"))
     for target in (Local, Slurm, Azure):

@@ -76,7 +76,7 @@ def test_the_token_cache_adds_less_than_10_percent_to_4_bytes_per_token(tmp_path
 # --- Found again ---------------------------------------------------------------------------------
 
 
-def test_tokens_are_reused_by_a_second_start_with_other_settings(tmp_path, tokenizer, never_encoded):
+def test_a_second_start_reuses_the_tokens_if_only_packing_length_or_seed_changed(tmp_path, tokenizer, never_encoded):
     name = jsonl(tmp_path, texts(*WORDS))
     load_data(run_with(dataset_name=name), tokenizer)
     never_encoded()

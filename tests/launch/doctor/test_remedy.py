@@ -73,7 +73,7 @@ def test_nccl_variables_that_fix_a_failure_only_together_are_all_advised(probe_r
     assert [line.split("=")[0] for line in lines] == [f"export {name}" for name in tried[-2]]
 
 
-def test_the_doctor_tries_no_nccl_variables_for_a_failure_once_its_timeout_is_over(probe_runs):
+def test_the_doctor_tries_no_nccl_variables_once_the_doctors_own_timeout_is_over(probe_runs):
     tried = probe_runs(lambda *_: False)
     meeting = Meeting(requested("--timeout", "1", gpus=2))
     object.__setattr__(meeting.request, "began", meeting.request.began - 2)

@@ -85,7 +85,7 @@ def test_a_run_json_as_config_keeps_a_max_length_lowered_to_the_models_limit(tmp
     assert resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))["max_length"] == 512
 
 
-def test_a_run_json_of_another_version_sets_its_recorded_values_unless_they_are_invalid(tmp_path):
+def test_a_config_that_is_an_older_versions_run_json_sets_each_recorded_value_that_is_still_valid(tmp_path):
     file = Path(recorded(tmp_path, resolve(["--recipe", "fast"], here(hardware=CPU))))
     content = json.loads(file.read_text())
     content["settings"]["logging_steps"]["value"] = 77  # what an older `fast` said

@@ -345,7 +345,7 @@ def test_a_finished_run_resumes_only_if_more_steps_or_epochs_are_given(flags, lo
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_finished_run_names_model_files_that_changed_or_are_missing(name, finished, found):
+def test_starting_a_finished_run_again_names_its_model_files_that_changed_or_are_missing(name, finished, found):
     assert found(finished).notes == ""
     (finished / name).write_bytes(bytes((finished / name).stat().st_size))
     assert found(finished).notes.startswith(f"{name} has changed since it was written: ")

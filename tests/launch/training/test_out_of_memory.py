@@ -93,7 +93,7 @@ def test_attempts_after_out_of_memory_shrink_the_micro_batch_then_add_gradient_c
     assert sizes == [(3, 4), (2, 6), (1, 12), (1, 12)]  # an accumulation that was written down follows
 
 
-def test_a_retry_after_out_of_memory_omits_the_flags_fresh_fit_and_resume_from_checkpoint(tmp_path):
+def test_a_retry_after_out_of_memory_omits_fresh_and_fit_and_resume_from_checkpoint(tmp_path):
     (tmp_path / "run.yaml").write_text("fit: true\n")
     argv = ["--config", str(tmp_path / "run.yaml"), "--fresh", "--resume_from_checkpoint", "elsewhere/checkpoint-3"]
     run = resolve(with_flags(argv, next_attempt(resolve(argv), argv)))

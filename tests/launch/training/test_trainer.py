@@ -61,7 +61,7 @@ def test_label_smoothing_shifts_the_labels_whatever_the_models_class_is_called(t
 @pytest.mark.parametrize(
     ("more", "tokens"), [({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])}, 4), ({}, 8)]
 )
-def test_tokens_seen_leaves_out_padding_and_counts_packed_rows_in_full(more, tokens, trainer):
+def test_tokens_seen_leaves_out_padding_by_the_attention_mask_and_counts_all_tokens_without_one(more, tokens, trainer):
     trainer.get_batch_samples(iter([{"input_ids": torch.ones(2, 4), **more}]), 1, torch.device("cpu"))
     assert int(trainer.tokens_seen) == tokens
 

@@ -44,7 +44,7 @@ def test_a_gpu_is_found_by_every_spelling_of_its_name_with_its_peak_flops(name):
         ("A100 60GB", "one of A100 40GB, A100 80GB; or, for `recipes plan`, --gpu_memory GB"),
     ],
 )
-def test_a_gpu_name_that_matches_no_gpu_or_several_is_refused_with_the_gpus_of_that_chip(name, fix):
+def test_a_gpu_name_that_matches_none_or_several_is_refused_and_the_gpus_of_its_chip_are_listed(name, fix):
     with pytest.raises(UserError) as error:
         find(name)
     assert [problem.fix for problem in error.value.problems] == [fix]

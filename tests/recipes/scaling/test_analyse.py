@@ -210,5 +210,5 @@ def test_timing_rows_of_the_same_training_form_one_series(rows, titles):
     assert [series.title for series in analyse(rows)] == titles
 
 
-def test_a_run_that_applies_an_advice_is_left_out_of_the_scaling_series():
+def test_a_run_that_applies_the_reports_advice_is_left_out_of_the_scaling_series():
     assert last([Timing(1, 100), Timing(2, 50), Timing(2, 10, applied="before")]).repeats == 1

@@ -615,7 +615,8 @@ def is_named(file: Path, output: str) -> bool:
     said = "".join(output.split())  # a name may be broken over two lines
     checkpoint = re.search(r"checkpoint-\d+", str(file))
     is_manifest = file.is_dir() or file.name.endswith("manifest.json") or not file.parts
-    return file.name in said if not (checkpoint and is_manifest) else f"{checkpoint[0]}isdamaged" in said
+    pattern = f"{checkpoint[0]}(isdamaged|hasnomanifest)" if checkpoint and is_manifest else re.escape(file.name)
+    return bool(re.search(pattern, said))
 
 
 # --- All of them ----------------------------------------------------------------------------------
@@ -632,8 +633,7 @@ def main() -> int:
     options = parser.parse_args()
     started, hits, lost, trials = time.monotonic(), Counter[str](), 0, 0
     with scratch_folder() as scratch:
-        for result in (_kills if options.what == "kills" else _damage)(options, scratch):
-            trials += 1
+        for trials, result in enumerate((_kills if options.what == "kills" else _damage)(options, scratch), start=1):
             hits.update("a step" if hit.startswith("step ") else hit for hit in result.hits)
             lost += bool(result.lost)
             if result.lost:

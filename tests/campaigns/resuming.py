@@ -631,19 +631,19 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="runs at a time")
     parser.add_argument("--only", metavar="TRIAL", help="try what is printed of a lost run, and print its output")
     options = parser.parse_args()
-    started, hits, lost, trials = time.monotonic(), Counter[str](), 0, 0
+    started, hits, lost = time.monotonic(), Counter[str](), list[bool]()
     with scratch_folder() as scratch:
-        for trials, result in enumerate((_kills if options.what == "kills" else _damage)(options, scratch), start=1):
+        for result in (_kills if options.what == "kills" else _damage)(options, scratch):
             hits.update("a step" if hit.startswith("step ") else hit for hit in result.hits)
-            lost += bool(result.lost)
+            lost.append(bool(result.lost))
             if result.lost:
                 print(f"{result.lost}\n    --only '{result.trial}'", flush=True)
             if options.only:
                 print(result.output)
     print(", ".join(f"{number} {hit}" for hit, number in hits.most_common()))
-    seconds = time.monotonic() - started
-    print(f"{options.what}: {hits.total()} in {trials} runs: {lost} lost ({seconds:.0f} s, seed {options.seed})")
-    return int(bool(lost))
+    took = time.monotonic() - started
+    print(f"{options.what}: {hits.total()} in {len(lost)} runs: {sum(lost)} lost ({took:.0f} s, seed {options.seed})")
+    return int(any(lost))
 
 
 def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:

@@ -75,8 +75,8 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
 
 
 def _stop_after_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let `generate` stop at the special token that the chat template writes after an answer, which
-    base models that learned chats do not: github.com/huggingface/open-r1/issues/603
+    """Let `generate` stop at the special token that the chat template writes after an answer. Many
+    base models know only the end of a document: github.com/huggingface/open-r1/issues/603
     """
     answer = "An answer."
     chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]

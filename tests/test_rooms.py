@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1160,
     "launch": 523,
     "launch/commands": 1268,
-    "launch/data": 1893,
+    "launch/data": 1894,
     "launch/doctor": 1285,
     "launch/explain": 400,
     "launch/fit": 256,
@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/jobs": 1360,
     "launch/output": 1444,
     "launch/scaling": 886,
-    "launch/training": 2210,
+    "launch/training": 2209,
 }
 
 

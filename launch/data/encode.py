@@ -60,9 +60,10 @@ def encode_rows(
         places = [place for place, one in enumerate(found) if isinstance(one, kind)]
         for place, pair in zip(places, encode([found[place] for place in places], run, tokenizer), strict=True):
             tokens[place] = pair
-    largest = max((max(ids, default=0) for ids, _ in tokens), default=0) if embeddings < len(tokenizer) else 0
+    checked = tokens if embeddings < len(tokenizer) else []
+    largest = max([tokenizer.pad_token_id or 0, *(max(ids, default=0) for ids, _ in checked)])
     if largest >= embeddings:
-        what = f"the data has the token {tokenizer.decode(largest)}, but the model has only {embeddings:,} embeddings"
+        what = f"the data needs the token {tokenizer.decode(largest)}, but the model has only {embeddings:,} embeddings"
         fix = "call model.resize_token_embeddings(len(tokenizer)), and save model and tokenizer into a new folder"
         raise mistake("model_name_or_path", what, fix)
     return tokens

@@ -78,10 +78,9 @@ def _stop_after_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     """Let `generate` stop at the special token that the chat template writes after an answer. Many
     base models know only the end of a document: github.com/huggingface/open-r1/issues/603
     """
-    answer = "An answer."
-    chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+    chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
     try:
-        after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(answer)[2].lstrip()
+        after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(chat[1]["content"])[2].lstrip()
     except Exception:  # the template is a program that need not accept this chat
         return
     first = tokenizer(after, add_special_tokens=False)["input_ids"][:1]

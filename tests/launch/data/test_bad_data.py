@@ -82,4 +82,4 @@ def test_only_rows_with_a_token_that_has_no_embedding_in_the_model_are_refused(t
     old, new = (run_with(dataset_name=jsonl(tmp_path, texts(word), f"{word}.jsonl")) for word in ("old", "<new>"))
     assert len(load_data(replace(old, model={"vocab_size": 260}), tokenizer).train) == 1
     found = problem(replace(new, model={"vocab_size": 260}), tokenizer)
-    assert "the data has the token <new>, but the model has only 260 embeddings" in found.what
+    assert "the data needs the token <new>, but the model has only 260 embeddings" in found.what

@@ -98,7 +98,7 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
     }
     out.print(_table({name: line for name, line in lines.items() if line}))
     rows = run.batch.total if run["dataset_streaming"] else len(data.train)  # type: ignore[arg-type]
-    if rows < run.batch.total * (10 if run["packing"] else 1):
+    if rows < run.batch.total * (10 if run["packing"] else 1):  # a packed row holds many examples
         kind, fix = ("sequence", "--packing false") if run["packing"] else ("example", "a smaller --global_batch_size")
         what = f"is {run.batch.total}, but an epoch has only {plural(rows, kind)}"
         print_problems([Problem("global_batch_size", what, fix, severity="advice")], out)

@@ -653,9 +653,11 @@ def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:
     missing, number = options.count, itertools.count()
     while missing > 0:  # a chain may end before its last kill
         chains = only or [draw_kills(Random(f"{options.seed}-{next(number)}"), events) for _ in range(-(-missing // 2))]
+        hits = 0
         for result in results(partial(killed, scratch), chains, options.workers):
-            missing -= missing if only else len(result.hits)
+            hits += len(result.hits)
             yield result
+        missing = 0 if only or not hits else missing - hits  # without a hit, something else is wrong
 
 
 def _damage(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:

@@ -17,7 +17,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,7 @@ from recipes.quiet import silence
 from recipes.rules.check import check
 from recipes.rules.data_and_model import file_kind
 from recipes.rules.facts import mapping
+from recipes.rules.local_model import model_folder
 from recipes.run import Json, RunSpec, here, resolve, with_flags
 from recipes.run.files import existing_path, read_yaml, shipped
 from recipes.run.hardware import Hardware
@@ -78,12 +79,15 @@ class Azure(Target):
     instance_type: str | None = flag(None, "a VM size, for serverless compute")
     spot: bool = flag(False, "use spot (preemptible) serverless compute")
     timeout: int | None = flag(None, "seconds after which Azure ML cancels the job")
-    data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri, for --dataset_name; several are mixed")
+    data: tuple[str, ...] = flag(
+        (), "data asset (azureml:NAME:VERSION), uri, or local path (uploaded), for --dataset_name; several are mixed"
+    )
     data_type: str | None = one_of("uri_file uri_folder", "type of --data [by the uri's suffix; an asset is a folder]")
     output_uri: str | None = flag(
         None,
-        "datastore path for checkpoints; a job with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
-        "workspaceblobstore; LOGIN: yours here; HASH: of flags, --data and your own YAML, left out with --job_name]",
+        "datastore path for checkpoints; a job with the same path resumes [accelerate-recipes/LOGIN/NAME on "
+        "workspaceblobstore; LOGIN: yours here; NAME: --output_dir or --job_name, else the recipe with a hash of "
+        "the flags, --data and your own YAML]",
     )
     environment: str | None = flag(None, "name of an environment to use instead of azureml/environment")
     identity: str | None = one_of("managed user_identity", "read data with the rights of the compute, or with yours")
@@ -110,14 +114,17 @@ class Azure(Target):
         found: list[tuple[str, str, str]] = []
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
             found.append(("data", "names the job's data set, and so does --dataset_name", "give only one of them"))
-        if job.run.explicit("output_dir"):
-            found.append(("output_dir", "is deleted with the job", "leave it out; --output_uri names another path"))
+        folder = _output_dir(job)
+        if folder and self.output_uri:
+            found.append(("output_dir", "names an output path, and so does --output_uri", "give only one of them"))
+        elif folder.startswith(("/", "~", "..")):
+            found.append(("output_dir", "lies outside the job's datastore path", "use a path such as outputs/mine"))
         if not self.compute and not self.instance_type:
             found.append(("compute", "is not given", "use --compute NAME for a cluster, or --instance_type"))
         if self.spot and self.compute:  # a cluster has its own tier: Azure would ignore --spot, and charge for the tier
             found.append(("spot", "needs serverless compute", "use --instance_type, not --compute, or no --spot"))
         own_files(job, [Problem(*words) for words in found])
-        inputs = self._inputs()
+        inputs = self._inputs(job)
         content = {
             "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
             "type": "command",
@@ -145,15 +152,16 @@ class Azure(Target):
 
     def output_of(self, job: Job) -> str:
         """Return the datastore path of the checkpoints. The same command line by the same person
-        gets the same path, so the job resumes. Other flags of train.py, other `--data` or
-        another Accelerate YAML get another path, unless `--output_uri` or `--job_name` is given.
+        gets the same path, so the job resumes. Other flags of train.py, other `--data` or another
+        Accelerate YAML get another path, unless a flag names the path, the folder or the job.
         """
         if self.output_uri:
             return _remote("output_uri", self.output_uri)
-        name = self.job_name or job.run.recipe.name
+        named = re.sub(r"[^\w./-]", "-", _output_dir(job)) or self.job_name
+        name = named or job.run.recipe.name
         words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *self.data]
         words += [_config(job)] if job.config != str(launch_yaml(job.run.recipe, job.run["deepspeed"])) else []
-        if words and not self.job_name:
+        if words and not named:
             name += "-" + hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()[:8]
         user = os.environ.get("LOGNAME") or os.environ.get("USER") or str(os.getuid())
         login = re.sub(r"[^\w.-]", "-", user)
@@ -163,21 +171,27 @@ class Azure(Target):
         more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
         text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=shlex.quote(_config(job)), more=more)
         lines = [line.strip() for line in text.splitlines()]
-        lines += flag_lines(job.command[1:], _quoted)
-        mounted = [f"${{{{inputs.{name}}}}}" for name in inputs]
+        fixed = {"output_dir": None, **({"model_name_or_path": None} if "model" in inputs else {})}
+        lines += flag_lines(replace(job, argv=tuple(with_flags(job.argv, fixed))).command[1:], _quoted)
+        lines += ["--model_name_or_path ${{inputs.model}}"] if "model" in inputs else []
+        mounted = [f"${{{{inputs.{name}}}}}" for name in inputs if name != "model"]
         lines += [" ".join(["--dataset_name", *mounted])] if mounted else []
         lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is only in the job's image
         lines += ["--output_dir ${{outputs.run}}"]
         return " \\\n  ".join(lines) + "\n"
 
-    def _inputs(self) -> dict[str, dict[str, str]]:
-        """Return the job's inputs for `--data`, by name: `data`, `data_2` and so on."""
+    def _inputs(self, job: Job) -> dict[str, dict[str, str]]:
+        """Return the job's inputs by name: `data`, `data_2` and so on for `--data`, `model` for a
+        local model folder. Azure's SDK uploads local files and folders.
+        """
         inputs = {}
         for number, data in enumerate(self.data, start=1):
-            uri = _remote("data", data)
-            is_file = file_kind(PurePosixPath(uri.partition("?")[0]))
+            uri = str(local.resolve()) if (local := existing_path(data)) else _remote("data", data)
+            is_file = local.is_file() if local else file_kind(PurePosixPath(uri.partition("?")[0]))
             kind = self.data_type or ("uri_file" if is_file else "uri_folder")
             inputs["data" if number == 1 else f"data_{number}"] = {"type": kind, "path": uri}
+        if model := model_folder(job.run["model_name_or_path"]):
+            inputs["model"] = {"type": "uri_folder", "path": str(model.resolve())}
         return inputs
 
     def stage(self, job: Job, folder: Path) -> Path:
@@ -255,13 +269,17 @@ _REMOTE = re.compile(
 
 
 def _remote(name: str, uri: str) -> str:
-    """Return `uri`. Raise `UserError` if it is not in the cloud: the SDK uploads local paths."""
+    """Return `uri`. Raise `UserError` if it is not in the cloud."""
     if _REMOTE.fullmatch(uri):
         return uri
     fix = "use azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
-    if name == "data" and existing_path(uri):
-        fix = f"for a file in this folder, write -- --dataset_name {uri}: it is uploaded with the code; else {fix}"
-    raise mistake(name, f"{uri} is neither a data asset nor a uri of storage", fix)
+    what = "is neither a data asset nor a uri of storage" + ", and no local path" * (name == "data")
+    raise mistake(name, f"{uri} {what}", fix)
+
+
+def _output_dir(job: Job) -> str:
+    """Return the output folder if the user named one, else an empty text."""
+    return os.path.normpath(job.run["output_dir"]) if job.run.explicit("output_dir") else ""
 
 
 def _present(content: Json) -> Json:
@@ -312,7 +330,8 @@ def own_files(job: Job, found: Sequence[Problem] = ()) -> list[Path]:
     named = [("recipe", file) for file in run.recipe.files]
     yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.files else [])]
     named += [("accelerate_config", os.path.relpath(file.resolve())) for file in yamls if not _is_shipped(file)]
-    named += [("dataset_name", part.name) for part in parts_of(run["dataset_name"]) if run.explicit("dataset_name")]
+    if "dataset_name" in run.given and run.given["dataset_name"].source != "--data":
+        named += [("dataset_name", part.name) for part in parts_of(run["dataset_name"])]
     settings = "config deepspeed fsdp_config accelerator_config model_name_or_path resume_from_checkpoint"
     named += [(name, run[name]) for name in filter(run.explicit, settings.split()) if isinstance(run[name], str)]
     for name, text in named:
@@ -321,11 +340,12 @@ def own_files(job: Job, found: Sequence[Problem] = ()) -> list[Path]:
         if os.path.isfile(text) and not path.is_absolute() and path.parts[0] != "..":  # noqa: PTH113, of any text
             files.append(path)
         elif is_rows or text.startswith((".", "/", "~")) or existing_path(text):
-            kind, fix = "not in the current folder", f"copy the file here and give --{name} {path.name}"
-            if os.path.isdir(text):  # noqa: PTH112, of any text
-                kind, fix = "a folder", f"upload the folder with `hf upload`, and give --{name} its name on the Hub"
-            fix += ", or use --data with an asset or uri" * is_data
-            problems.append(Problem(name, f"{text} is {kind}: a job uploads single files of the current folder", fix))
+            if name == "model_name_or_path" and model_folder(text):
+                continue  # an input of the job
+            fix = f"copy the file here and give --{name} {path.name}"
+            fix = f"use --data {text}, which uploads it" if is_data and existing_path(text) else fix
+            what = f"{text} is not a file in the current folder: only such files are uploaded with the code"
+            problems.append(Problem(name, what, fix))
     raise_errors(problems)
     return files
 

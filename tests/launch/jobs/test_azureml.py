@@ -123,13 +123,14 @@ def test_an_azureml_job_includes_the_users_recipe_config_and_accelerate_yaml(pro
     assert "legal: ours" in capsys.readouterr().out
 
 
-def test_submit_azureml_refuses_a_recipe_model_or_data_file_that_the_job_would_not_find(project, monkeypatch, capsys):
+def test_submit_azureml_refuses_a_recipe_data_file_or_output_dir_outside_the_job(project, monkeypatch, capsys):
     monkeypatch.chdir(project / "ours")
     assert main([*SUBMIT, "--recipe", "../ours.yaml"]) == 2
     assert "copy the file here and give --recipe ours.yaml" in capsys.readouterr().err
-    assert main([*SUBMIT, "--", "--model_name_or_path", ".", "--dataset_name", "absent.jsonl"]) == 2
+    flags = "-- --model_name_or_path somebody/model --dataset_name absent.jsonl --output_dir /outputs".split()
+    assert main([*SUBMIT, *flags]) == 2
     said = capsys.readouterr().err
-    assert "upload the folder with `hf upload`" in said and "copy the file here and give --dataset_name absent" in said
+    assert "copy the file here and give --dataset_name absent" in said and "use a path such as outputs/mine" in said
 
 
 # --- A YAML that was edited: what Azure accepts and should not, and what it reports ---------------

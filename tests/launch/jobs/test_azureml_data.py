@@ -13,7 +13,7 @@ from launch.cli import main
 from launch.jobs.azure import CODE
 from tests.support.azure import NAMES, loopback
 from tests.support.azure_jobs import run_on_nodes, sent
-from tests.support.models import SMALL, save
+from tests.support.models import SMALL, save, write_llama
 from tests.support.running import read_record
 
 SUBMIT = "submit azureml --compute gpus".split()
@@ -105,24 +105,38 @@ def test_each_data_argument_is_a_uri_file_or_uri_folder_input_by_its_path_or_dat
     assert file["jobInputType"] == "uri_file"
 
 
+def test_azureml_uploads_a_local_model_folder_and_local_data_and_keeps_output_dir_as_the_path(workspace):
+    write_llama(Path("own"), **SMALL)
+    Path("rows").mkdir()
+    Path("rows/a.jsonl").write_text('{"text": "Example"}\n')
+    flags = "--model_name_or_path own --output_dir outputs/mine".split()
+    assert main([*SUBMIT, "--data", "rows", "rows/a.jsonl", "--", *flags]) == 0
+    (body,) = workspace.jobs.values()
+    kinds = [body["inputs"][name]["jobInputType"] for name in ("model", "data", "data_2")]
+    assert kinds == ["uri_folder", "uri_folder", "uri_file"]
+    assert {"model.safetensors", "a.jsonl"} <= {name.rpartition("/")[2] for name in workspace.blobs}
+    assert "--model_name_or_path ${{inputs.model}} " in body["command"] and "own" not in body["command"]
+    assert body["outputs"]["run"]["uri"].endswith("/outputs/mine") and "mine" not in body["command"]
+
+
 # --- The job's command, on two simulated nodes ----------------------------------------------------
 
 
 @pytest.mark.slow
-def test_two_nodes_train_a_classifier_on_mounted_data_and_resume_at_another_mount_path(empty):
-    flags = "--task sequence_classification --model_name_or_path somebody/model --max_length 64 --report_to none"
+def test_two_nodes_train_a_classifier_on_a_mounted_model_and_data_and_resume_at_another_mount_path(empty):
+    config = BertConfig(**SMALL, intermediate_size=64, max_position_embeddings=128, num_labels=2)
+    save(BertForSequenceClassification(config), empty / "bert")
+    flags = "--task sequence_classification --model_name_or_path bert --max_length 64 --report_to none"
     words = "--nodes 2 --processes_per_node 2 --data azureml:rows:1 --data_type uri_file".split()
     body = sent(dry_run(*words, training=[*flags.split(), "--max_steps", "2"]))
-    config = BertConfig(**SMALL, intermediate_size=64, max_position_embeddings=128, num_labels=2)
-    model = save(BertForSequenceClassification(config), empty / "bert")
-    shutil.copytree(model, Path(CODE) / "somebody" / "model")  # a local folder of that name stands for the Hub
     for start, steps in (("first", 2), ("second", 3)):
         body["command"] = body["command"].replace("--max_steps 2", f"--max_steps {steps}")
         there = empty / start / "wd" / "INPUT_data" / "rows.jsonl"  # a file keeps its name
         there.parent.mkdir(parents=True)
         rows = (f'{{"text": "Example {number} is {number % 2}.", "label": {number % 2}}}\n' for number in range(64))
         there.write_text("".join(rows))
-        assert run_on_nodes(body, Path(CODE), empty / "out", processes_per_node=2, data=there) == [0, 0]
+        model = shutil.copytree("bert", there.parents[1] / "INPUT_model")
+        assert run_on_nodes(body, Path(CODE), empty / "out", processes_per_node=2, data=there, model=model) == [0, 0]
         record = read_record(empty / "out")
         assert (record["world_size"], record["status"], record["global_step"]) == (4, "finished", steps)
         assert record["settings"]["dataset_name"]["value"] == str(there)

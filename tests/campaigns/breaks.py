@@ -4,12 +4,14 @@
 
 N places of recipes/ and launch/, evenly by room: a condition is negated, a `raise`, `continue` or
 `return` dropped, a comparison or a number changed. The tests of the mirroring folder run in a
-worktree of HEAD, with --slow also their slow ones. The same seed draws the same breaks.
+worktree of HEAD, without a break and with each break, with --slow also the slow tests. The same
+seed draws the same breaks.
 """
 
 import argparse
 import ast
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -78,15 +80,17 @@ def draw(random: Random, root: Path, count: int) -> list[Break]:
     return [random.choice(rooms[names[number % len(names)]]) for number in range(count)]
 
 
-def is_noticed(one: Break, worktree: Path, slow: bool) -> bool:
-    tests = sorted(str(file) for file in (worktree / "tests" / one.file.parent).glob("test_*.py"))
+def failing_test(folder: Path, worktree: Path, slow: bool) -> str:
+    """The first test of a folder that fails; empty if all pass."""
+    tests = sorted(str(file) for file in (worktree / "tests" / folder).glob("test_*.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m"]
     environment = {**os.environ, "PYTHONPATH": str(worktree), "CI": "true"}
     for tier in ("not slow", "slow") if slow else ("not slow",):
-        done = subprocess.run([*command, tier, *tests], cwd=worktree, env=environment, capture_output=True)
+        done = subprocess.run([*command, tier, *tests], cwd=worktree, env=environment, capture_output=True, text=True)
         if done.returncode not in (0, 5):  # 5: there are no tests
-            return True
-    return False
+            found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+            return found[1] if found else "pytest itself"
+    return ""
 
 
 def main() -> int:
@@ -94,19 +98,22 @@ def main() -> int:
     parser.add_argument("--seed", default="nov27", help="any word; the same word draws the same breaks [nov27]")
     parser.add_argument("--count", type=int, default=60, help="how many breaks [60]")
     parser.add_argument("--slow", action="store_true", help="ask the slow tests too")
-    options, unnoticed = parser.parse_args(), []
+    options, unnoticed, whole_folders = parser.parse_args(), [], set[Path]()
     with tempfile.TemporaryDirectory(prefix="breaks-") as folder:
         worktree = Path(folder, "worktree")
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", str(worktree), "HEAD"], check=True, capture_output=True)
         try:
             for one in draw(Random(options.seed), worktree, options.count):
-                whole = (worktree / one.file).read_text(encoding="utf-8")
+                folder, whole = one.file.parent, (worktree / one.file).read_text(encoding="utf-8")
+                if folder not in whole_folders and (test := failing_test(folder, worktree, options.slow)):
+                    sys.exit(f"{test} fails without a break")
+                whole_folders.add(folder)
                 line = one.apply(worktree)
-                noticed = is_noticed(one, worktree, options.slow)
+                test = failing_test(folder, worktree, options.slow)
                 (worktree / one.file).write_text(whole, encoding="utf-8")
-                unnoticed += [] if noticed else [line]
-                print(f"{'noticed' if noticed else 'UNNOTICED'}: {line}", flush=True)
+                unnoticed += [] if test else [line]
+                print(f"{test or 'UNNOTICED'}: {line}", flush=True)
         finally:
             subprocess.run([*git, "remove", "--force", str(worktree)], check=True)
     print(f"{options.count} breaks, {len(unnoticed)} unnoticed (seed {options.seed})", *unnoticed, sep="\n    ")

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 from collections.abc import Sequence
 
 from launch.commands.train import in_own_yaml
@@ -11,7 +10,6 @@ from launch.terminal import console, duration, print_problems, print_progress, p
 from recipes.planner.fits import MARGIN, Planned
 from recipes.planner.memory import EVALUATION
 from recipes.planner.plan import Plan, plan_memory
-from recipes.run import Json
 
 _GIB = 2**30
 # The columns of the table, by component of the memory.
@@ -52,7 +50,6 @@ _FLAGS = """
 --mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [published value, else 0.35]
 --bandwidth GB/s               bandwidth between GPUs: busbw of nccl-tests [value of NVLink or PCIe, in one node]
 --details                      explain the columns and the times, and print other splits of the batch
---json                         print JSON for scripts: bytes and seconds
 """
 
 
@@ -73,26 +70,8 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
         plan = plan_memory(options.model, num_processes=processes, argv=rest, **given)
     finally:
         gc.enable()
-    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, processes, options.details)
+    _print(plan, processes, options.details)
     return 0
-
-
-def as_json(plan: Plan) -> Json:
-    """Return the plan as `--json` prints it: bytes and seconds, null if unknown."""
-    content = {**vars(plan), "choices": tuple(plan.choices()), "margin": MARGIN}
-    return json.loads(json.dumps(content, default=_part_as_json))
-
-
-def _part_as_json(part: object) -> Json:
-    """Return a part of the plan as JSON. A recipe's totals are named like torch's counters."""
-    content = {name: value for name, value in vars(part).items() if name != "run"}
-    if isinstance(part, Planned):
-        read = {"memory_allocated": part.components.allocated, "memory_reserved": part.components.reserved}
-        content |= {"name": part.name, "total_bytes": part.total_bytes, **read}
-    return content
-
-
-# --- For a person ---------------------------------------------------------------------------------
 
 
 def _print(plan: Plan, processes: int, details: bool) -> None:

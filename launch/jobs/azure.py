@@ -32,7 +32,7 @@ from recipes.flags import flag
 from recipes.mixture import parts_of, paths_of
 from recipes.quiet import silence
 from recipes.rules.check import check
-from recipes.rules.data_and_model import file_kind
+from recipes.rules.data_and_model import file_kind, the_folder_holds_a_model
 from recipes.rules.facts import mapping
 from recipes.rules.local_model import model_folder
 from recipes.run import Json, RunSpec, here, resolve, with_flags
@@ -326,7 +326,8 @@ def own_files(job: Job, found: Sequence[Problem] = ()) -> list[Path]:
 
     Raises `UserError` with the problems `found` and each file that would be missing on the nodes.
     """
-    run, files, problems = job.run, [], [*found]
+    run, files = job.run, []
+    problems = [*found, *the_folder_holds_a_model(replace(run, place=replace(run.place, packages=None)))]
     named = [("recipe", file) for file in run.recipe.files]
     yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.files else [])]
     named += [("accelerate_config", os.path.relpath(file.resolve())) for file in yamls if not _is_shipped(file)]

@@ -192,7 +192,7 @@ def the_model_is_a_folder(run):
 def the_folder_holds_a_model(run):
     """Loading ends in `OSError: no file named model.safetensors found`, or gives no vocabulary."""
     folder = model_folder(run["model_name_or_path"])
-    if folder is None:
+    if folder is None or run.place.is_elsewhere:
         return
     what, fix = "", ""
     if not (folder / "config.json").is_file():

@@ -14,7 +14,7 @@ import yaml
 
 from launch.cli import main
 from launch.jobs import azure as azure_job
-from launch.jobs.azure import CODE, INSTALL, Azure, training_in
+from launch.jobs.azure import CODE, INSTALL, Azure
 from recipes.catalog import RECIPES
 from tests.support.azure_jobs import run_on_nodes, sent, written
 from tests.support.hostile import HOSTILE
@@ -127,10 +127,11 @@ def test_submit_azureml_refuses_a_recipe_data_file_or_output_dir_outside_the_job
     monkeypatch.chdir(project / "ours")
     assert main([*SUBMIT, "--recipe", "../ours.yaml"]) == 2
     assert "copy the file here and give --recipe ours.yaml" in capsys.readouterr().err
-    flags = "-- --model_name_or_path somebody/model --dataset_name absent.jsonl --output_dir /outputs".split()
+    flags = "-- --model_name_or_path . --dataset_name absent.jsonl --output_dir /outputs".split()
     assert main([*SUBMIT, *flags]) == 2
     said = capsys.readouterr().err
     assert "copy the file here and give --dataset_name absent" in said and "use a path such as outputs/mine" in said
+    assert "has no config.json" in said
 
 
 # --- A YAML that was edited: what Azure accepts and should not, and what it reports ---------------
@@ -172,9 +173,3 @@ def test_check_names_an_error_in_an_edited_azure_job(text, what, tmp_path, capsy
     (tmp_path / "mine.yaml").write_text(text.replace("code: ..\n", f"code: {ROOT}\n"))
     assert main(["check", "--azureml", str(tmp_path / "mine.yaml")]) == 2
     assert what in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("resources", [[1], {"instance_count": None}, {"instance_count": {"a": 1}}, "two"])
-def test_a_malformed_resources_section_of_an_azureml_job_counts_as_one_node_without_the_sdk(resources):
-    content = {**yaml.safe_load((ROOT / "azureml" / "fast.yaml").read_text()), "resources": resources}
-    assert training_in(content).nodes == 1

@@ -144,7 +144,7 @@ def _objects(value: Any, what: str) -> list[dict]:
 
 def _decoded(value: Any) -> Any:
     """Decode a text of JSON. Return any other text or value unchanged."""
-    with contextlib.suppress(ValueError, RecursionError, TypeError):
+    with contextlib.suppress(ValueError, TypeError):
         return json.loads(value)
     return value
 

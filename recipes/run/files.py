@@ -86,7 +86,7 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
         raise mistake(subject, f"{path} cannot be read: {reason}", "give a YAML file that exists, in UTF-8") from None
     try:
         content = yaml.load(text, yaml.BaseLoader if as_text else yaml.SafeLoader) or {}
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # `2026-13-13` is an illegal date
+    except (yaml.YAMLError, ValueError, AttributeError) as error:  # `2026-13-13` is an illegal date
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise mistake(subject, f"{path} is not valid YAML{line}", "write one `name: value` on each line") from None
@@ -102,6 +102,6 @@ def read_json(file: str | Path) -> tuple[Json | None, str]:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError:
         return None, f"{file} cannot be read"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return None, f"{file} is not valid JSON: {error}"
     return (content, "") if isinstance(content, dict) else (None, f"{file} holds a {type(content).__name__}")

@@ -152,7 +152,7 @@ def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
             return found
         lines = csv.DictReader(io.StringIO(text), skipinitialspace=True)
         rows = [(lines.line_num, {str(name).strip(): cell for name, cell in row.items()}) for row in lines]
-    except (OSError, ValueError, TypeError, RecursionError, csv.Error) as error:
+    except (OSError, ValueError, TypeError, csv.Error) as error:
         at = f", line {number}," if number else ""
         raise mistake("FILE", f"{file}{at} cannot be read: {error}", _EXAMPLE) from None
     if rows and "num_processes" not in rows[0][1]:

@@ -9,7 +9,6 @@ from launch.cli import main
 from launch.output.record import started
 from recipes.run import resolve
 
-DEEP = b"[" * 100_000
 YAMLS = {
     "a date that does not exist": b"learning_rate: 2026-13-45\n",
     "a key that is a list": b"? [a, b]\n: 3\n",
@@ -29,13 +28,9 @@ FILES = {
         for kind, (file, top, command) in KINDS.items()
         for name, content in YAMLS.items()
     },
-    "deepspeed, endless nesting": ("mine.json", b'{"a": ' + DEEP, "check --deepspeed mine.json"),
     "deepspeed, no object": ("mine.json", b"null", "check --deepspeed mine.json"),
-    "timings, an open quotation": (
-        "timings.csv", b'num_processes,epoch_time,name\n1,2,"' + b"a\n" * 100_000, "scale report timings.csv"
-    ),
-    "timings, endless nesting": ("timings.jsonl", b'{"num_processes": ' + DEEP, "scale report timings.jsonl"),
-}  # fmt: skip
+    "timings, cut off": ("timings.jsonl", b'{"num_processes": ', "scale report timings.jsonl"),
+}
 
 
 @pytest.fixture
@@ -60,13 +55,12 @@ def test_a_malformed_yaml_json_or_timings_file_is_named_and_refused(name, refuse
     assert Path(file).name in refused(*command.split())
 
 
-@pytest.mark.parametrize("name", ["cut off", "another encoding", "endless nesting", "no settings", "no status"])
+@pytest.mark.parametrize("name", ["cut off", "another encoding", "no settings", "no status"])
 def test_compare_diff_rerun_and_show_name_a_damaged_run_json_and_exit_with_2(name, refused):
     record = {**started(resolve(["--recipe", "baseline"]), 1), "status": "finished"}
     content = {
         "cut off": b'{"status": "finished", "settings": {',
         "another encoding": b"\xff\xfe",
-        "endless nesting": b'{"status": "finished", "settings": ' + DEEP,
         "no settings": json.dumps({**record, "settings": None}, default=str).encode(),
         "no status": json.dumps({**record, "status": None}, default=str).encode(),
     }

@@ -227,8 +227,9 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     run = _run_of(folder, [], {**changed, "dtype": dtype}, "nobody")
     data = Data((), None, list, "", labels=record.get("classes"), problem_type=run["problem_type"])  # type: ignore[arg-type]
     model = _model(run, folder, tokenizer, data)
-    before, merged = _logits(model), model.merge_and_unload()
-    difference = float((before - _logits(merged)).abs().max()) / (float(before.abs().max()) or 1.0)
+    eos = tokenizer.eos_token_id or 0
+    before, merged = _logits(model, eos), model.merge_and_unload()
+    difference = float((before - _logits(merged, eos)).abs().max()) / (float(before.abs().max()) or 1.0)
     limit = TOLERANCE[dtype]
     compared = f"{plural(INPUTS, 'input')} differ from adapter plus base by {difference:.1e} of the largest logit"
     if not difference <= limit:  # NaN too
@@ -247,12 +248,14 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0
 
 
-def _logits(model: Any) -> torch.Tensor:
+def _logits(model: Any, eos: int) -> torch.Tensor:
     """Return the logits of a few sequences of random tokens, the same sequences at each call."""
     import torch
 
     numbers = torch.Generator().manual_seed(0)
     known = model.config.get_text_config().vocab_size
     with torch.no_grad():  # one by one: a classifier may have no padding token
-        rows = (torch.randint(known, (1, LENGTH), generator=numbers) for _ in range(INPUTS))
+        rows = [torch.randint(known, (1, LENGTH), generator=numbers) for _ in range(INPUTS)]
+        for row in rows:  # BART's and T5's classifiers read the position of EOS
+            row[0, -1] = eos
         return torch.cat([model.eval()(input_ids=row).logits.float() for row in rows])

@@ -66,7 +66,18 @@ def read_chat(
     elif assistant_only:
         answered = [one and message["role"] == "assistant" for one, message in zip(teaches, chat, strict=True)]
         learned = template.answers(answered)
-    return Chat(template.text, learned)
+    return _ended(Chat(template.text, learned), chat[-1], teaches[-1], tokenizer.eos_token or "")
+
+
+def _ended(chat: Chat, last: dict[str, Any], is_learned: bool, eos: str) -> Chat:
+    """Append EOS if the template writes nothing after the last answer, as GLM-4's does: otherwise
+    the model would never learn to stop.
+    """
+    content, length = last["content"].rpartition("</think>")[2].strip(), len(chat.text)
+    if last["role"] != "assistant" or not content or not chat.text.rstrip().endswith(content):
+        return chat
+    learned = None if chat.learned is None else [*chat.learned, *([(length, length + len(eos))] if is_learned else [])]
+    return Chat(chat.text + eos, learned)
 
 
 # --- Messages of any format ----------------------------------------------------------------------
@@ -176,6 +187,25 @@ class _Template:
             what = f"the tokenizer's chat template leaves out the assistant's call of {names[0]}"
             fix = "use a model whose chat template writes tool calls, or chats without tool calls"
             raise mistake("dataset_name", what, fix)
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        """Raise `UserError` if the template leaves out a message or the last answer's reasoning.
+
+        R1's template leaves out all reasoning; Qwen 3's, on purpose, that of earlier answers.
+        """
+        written = "".join(self.text.split())
+        for number, message in enumerate(self.chat):
+            content, role = message["content"], message["role"]
+            is_answer = role == "assistant" and number == len(self.chat) - 1
+            rest = content.rpartition("</think>")[2] if is_answer else ""
+            if role == "tool" or (role == "assistant" and not is_answer) or "".join(content.split()) in written:
+                continue
+            others = self.chat[:number], self.chat[number + 1 :]
+            if rest != content and self.text == self.render([*others[0], {**message, "content": rest}, *others[1]]):
+                part = "the reasoning of an answer" if rest else f"a message of the {role}"
+                fix = "save the model with a chat_template.jinja that writes it, or use chats without it"
+                raise mistake("dataset_name", f"the tokenizer's chat template leaves out {part}", fix)
 
     def render(self, chat: Messages, **options) -> str:
         try:

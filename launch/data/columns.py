@@ -1,6 +1,8 @@
 """Find the format of rows by their columns. Columns of local files are read before the launch."""
 
+import csv
 from collections.abc import Collection, Iterable
+from io import TextIOWrapper
 from pathlib import Path
 
 from recipes.errors import Problem, raise_errors
@@ -41,6 +43,13 @@ def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
 
 def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list[Problem]:
     """Return the reasons why rows with these columns cannot be read."""
+    only = "".join(columns) if len(columns) == 1 else ""
+    if separator := next(
+        (sign for sign in ";\t" if sign in only), ""
+    ):  # Excel writes ; where a comma ends whole numbers
+        what = f"{part.name} separates its columns by {separator!r}; only commas are read"
+        fix = f"pandas.read_csv({part.name!r}, sep={separator!r}).to_csv({part.name!r}, index=False) writes commas"
+        return [Problem("dataset_name", what, fix)]
     if absent := [name for name in part.columns if name not in columns]:
         what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
@@ -89,14 +98,14 @@ def _columns_of(file: Path) -> list[str]:
     kind = file_kind(file)
     if kind == "text":
         return ["text"]
-    from pyarrow import csv, input_stream, json, parquet  # imported here, because that takes a tenth of a second
+    from pyarrow import input_stream, json, parquet  # imported here, because that takes a tenth of a second
 
     try:
         if kind == "parquet":
             return parquet.read_schema(file).names
         with input_stream(file) as stream:  # decompresses
             if kind == "csv":
-                return csv.open_csv(stream).schema.names
+                return next(csv.reader(TextIOWrapper(stream, "utf-8-sig")), [])
             return json.open_json(stream, json.ReadOptions(block_size=_BEGIN)).schema.names
     except (OSError, ValueError):  # the data's reader reports the error
         return []

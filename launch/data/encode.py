@@ -123,9 +123,16 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
         return [(ids, ids) for ids in tokenize(prompts, truncation=True, max_length=run["max_length"])]
     found: list[Tokens] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    completions = tokenize([text.completion for text in texts], add_special_tokens=False)
+    # Llama 2's tokenizer begins each text with a space, which a completion must not get: after a
+    # line break it gets none.
+    line, letter, both = tokenize(["\n", "a", "\na"], add_special_tokens=False)
+    lead = line if [*line, *letter] != both else []
+    written = ["\n" * bool(lead) + text.completion for text in texts]
+    completions = [ids[len(lead) :] for ids in tokenize(written, add_special_tokens=False)]
+    begin = [tokenizer.bos_token_id]
     for text, prompt, completion in zip(texts, tokenize(prompts), completions, strict=True):
         before = prompt[:-1] if prompt[-1:] == end else prompt  # some tokenizers append EOS to every text
+        before = before[1:] if before[:2] == begin * 2 else before  # the text itself begins with BOS
         after = completion if completion and completion[-1:] == end else [*completion, *end]
         ids = [*before, *after]
         found.append((ids, ids if text.learns_prompt else [IGNORED] * len(before) + after))

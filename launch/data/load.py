@@ -142,9 +142,12 @@ def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
         if isinstance(rows, Labelled):
             yield f"{tokenizer.decode(ids)} -> {rows.examples[number]['label']}"
             continue
-        pieces = groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED)
-        texts = ((is_learned, tokenizer.decode([token for token, _ in piece])) for is_learned, piece in pieces)
-        yield "".join(f"«{text}»" if is_learned else text for is_learned, text in texts)
+        end, said, shown = 0, "", ""
+        for is_learned, piece in groupby(label != IGNORED for label in labels):
+            end += len(list(piece))
+            text = tokenizer.decode(ids[:end])[len(said) :]  # decoded alone, a piece may lose its first space
+            said, shown = said + text, shown + (f"«{text}»" if is_learned else text)
+        yield shown
 
 
 def shortened(text: str) -> str:

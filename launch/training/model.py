@@ -67,11 +67,29 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     # With a cache, transformers ignores where the examples of a packed row begin. Multimodal models
     # read the setting of their text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
+    # Classifiers find a text's last token by the padding token. It is set only after the model was
+    # built, because an embedding layer that knows this token, perhaps EOS too, never trains it.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if model.can_generate():
+        _require_valid_generation_config(run, model)
     if tokenizer.chat_template and model.can_generate():
         _stop_after_answers(model, tokenizer)
     require_batches_for_batch_norm(run, model)
     freeze_parts_without_text(model)
     return with_adapters(run, model, new) if run["use_peft"] else model
+
+
+def _require_valid_generation_config(run: Settings, model: PreTrainedModel) -> None:
+    """Raise `UserError` for a generation config that transformers refuses to save, which would end
+    the run at its first checkpoint. Vicuna's has a temperature without the `do_sample` that a
+    temperature needs: github.com/huggingface/transformers/issues/29988
+    """
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:
+        model.generation_config.do_sample = True
+    with _of_these_files(run, "model"):
+        model.generation_config.validate(strict=True)
 
 
 def _stop_after_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -177,9 +195,6 @@ def load_config(
 ) -> PreTrainedConfig:
     """Return the configuration of the model, with a classifier's `labels`. Raises `UserError`."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
-    text = config.get_text_config()
-    if getattr(text, "pad_token_id", None) is None:
-        text.pad_token_id = tokenizer.pad_token_id
     if run["from_scratch"] and hasattr(config, "quantization_config"):
         del config.quantization_config  # describes weights that are not read
     if labels is not None:
@@ -254,7 +269,7 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
     """Return the model, and modules (no heads) whose weights the files lack. Raises `UserError`."""
-    options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
+    options = {"dtype": getattr(torch, run["dtype"]), "ignore_mismatched_sizes": True} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
         if not is_deepspeed_zero3_enabled():  # ZeRO-3 places the weights itself and refuses a device map
@@ -265,6 +280,13 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedMode
         if folder := existing_path(name):  # absolute: an adapter saves this path, and may be loaded from any folder
             name = str(folder.resolve())
         model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
+    for weight, held, needed in (mismatched := sorted(info["mismatched_keys"])):
+        if run["task"] != "sequence_classification" or (needed[0], *held[1:]) != (config.num_labels, *needed[1:]):
+            what = f"{name} holds {weight} of shape {tuple(held)}, and its config.json describes {tuple(needed)}"
+            raise mistake("model_name_or_path", what, "use the weights that were saved with this config.json")
+    if mismatched:
+        note = f"{name} has {held[0]} outputs, and these data need {needed[0]}: its head is replaced by a new one"
+        print_note(note, console(os.environ.get("RANK", "0") == "0"))
     weights = [weight for weight, _ in model.named_parameters()]
     lacking = sorted(set(weights) & set(info["missing_keys"]))
     if len(lacking) == len(weights):  # the files hold another model or no weights

@@ -11,12 +11,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BartConfig,
+    BartForSequenceClassification,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
 from launch.cli import main
+from launch.commands.use import INPUTS, _logits
 from tests.support.rows import jsonl
 from tests.support.running import train_here
 
@@ -71,6 +74,12 @@ def test_merge_with_a_bfloat16_base_model_stays_in_bfloat16(adapter, tiny_model,
     code, said = merge(capsys, adapter, "--output", tmp_path / "merged", "--model_name_or_path", base)
     assert code == 0 and "in bfloat16" in said and f"{base} is not the model that the adapter was trained on" in said
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
+
+
+def test_the_logits_of_a_bart_classifier_which_reads_the_position_of_eos_can_be_compared():
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    model = BartForSequenceClassification(BartConfig(vocab_size=260, d_model=32, **sizes, num_labels=2))
+    assert _logits(model, eos=model.config.eos_token_id).shape == (INPUTS, 2)
 
 
 def test_a_merged_classifier_keeps_its_head_and_its_class_names(tiny_model, tmp_path, capsys):

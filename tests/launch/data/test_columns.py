@@ -77,6 +77,13 @@ def test_the_column_check_accepts_a_json_file_that_is_not_json_lines(text, tmp_p
     require_columns(resolved(f"--dataset_name {tmp_path / 'd.json'}"))
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_csv_whose_columns_are_not_separated_by_commas_is_refused(separator, tmp_path):
+    (tmp_path / "d.csv").write_text(f"text{separator}label\nHello, dear,{separator}1\n")
+    with pytest.raises(UserError, match=r"separates its columns by .* Fix: pandas.read_csv"):
+        require_columns(resolved(f"--dataset_name {tmp_path / 'd.csv'}"))
+
+
 def test_dataset_columns_with_an_absent_column_is_refused_with_the_columns_name(tmp_path):
     (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], "--dataset_columns qestion=prompt")
     assert (found.subject, found.source) == ("dataset_columns", "command line") and "'qestion'" in found.what

@@ -7,6 +7,8 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, models, normalizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from launch.data.demo import demo_tokenizer
 from launch.data.load import load_data
@@ -163,6 +165,31 @@ def test_chats_are_refused_if_the_chat_template_is_missing_or_leaves_out_tool_ca
     assert "leaves out the assistant's call of get_weather" in problem(run, chat_tokenizer()).what
 
 
+NO_SYSTEM = "{% if message['role'] != 'system' %}{{ message['content'] }}<|im_end|>{% endif %}"
+NO_REASONING = "{{ message['content'].split('</think>')[-1] }}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "what"),
+    [
+        (NO_SYSTEM, [{"role": "system", "content": "Be brief."}], "leaves out a message of the system"),
+        (NO_REASONING, [], "leaves out the reasoning of an answer"),  # as DeepSeek-R1's
+    ],
+)
+def test_a_chat_is_refused_if_its_template_leaves_out_a_message_or_the_last_reasoning(template, first, what, tmp_path):
+    chat = [*first, user("2+2?"), answer("<think>Even.</think>4")]
+    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}]))
+    assert what in problem(run, chatting(f"{{% for message in messages %}}{template}{{% endfor %}}")).what
+
+
+def test_eos_is_learned_after_the_last_answer_if_the_template_writes_nothing_there(tmp_path):
+    """Otherwise the model would never stop. GLM-4's template is one."""
+    template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
+    assert learned(demo_tokenizer(), load_data(run, chatting(template)).train[0]) == "Hi!See you<|endoftext|>"
+
+
 # --- Messages that are not learned ---------------------------------------------------------------
 
 TO_ANSWER, BETWEEN = (f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n" for words in ("Hello", "Bye"))
@@ -286,6 +313,18 @@ def test_the_tools_and_system_columns_of_prompt_and_instruction_rows_are_read(tm
 def test_data_is_refused_if_every_prompt_fills_max_length(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, [{"prompt": "too long", "completion": "x"}]), max_length=8)
     assert "all labels are masked" in problem(run, tokenizer).what
+
+
+def test_a_completion_gets_no_space_of_llamas_tokenizer_and_a_text_that_begins_with_bos_no_second_one(tmp_path):
+    characters = "<s> </s> \u2581 \n d e f ( x ) a".split(" ")
+    llama = Tokenizer(models.BPE({one: number for number, one in enumerate(characters)}, []))
+    llama.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    llama.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=llama, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    rows = [{"prompt": "def f", "completion": "(x)"}, {"prompt": "<s>def f", "completion": " (x)"}]
+    found = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer).train
+    written = ["".join(tokenizer.convert_ids_to_tokens(row["input_ids"])) for row in found]
+    assert [text.replace("\u2581", " ") for text in written] == ["<s> def f(x)</s>", "<s> def f (x)</s>"]
 
 
 # --- Several formats in one file -----------------------------------------------------------------

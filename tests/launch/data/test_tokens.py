@@ -117,7 +117,7 @@ def test_another_text_column_chat_template_or_code_of_ours_is_tokenized_anew(tmp
         for column, own in (("text", tokenizer), ("body", tokenizer), ("text", other))
     ]
     assert [texts[0] for texts in found] == ["a<|endoftext|>", "b<|endoftext|>", "a<|endoftext|>"]
-    assert found[0][1].startswith("<|im_start|>user") and found[2][1] == "text 00 txet"
+    assert found[0][1].startswith("<|im_start|>user") and found[2][1] == "text 00 txet<|endoftext|>"
     monkeypatch.setattr(tokens, "__file__", str(tmp_path / "tokens.py"))  # another version of launch/data
     load_data(run_with(dataset_name=name, dataset_text_field="text"), tokenizer)
     assert len(list(cache_folder().iterdir())) == 3 + 1

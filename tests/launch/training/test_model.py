@@ -27,7 +27,7 @@ from launch.training.model import load_tokenizer, require_batches_for_batch_norm
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from recipes.run import here, resolve
-from tests.support.models import CLASSES, LANGUAGE, SMALL, load, loss_of, problem, run_with, save, trainable
+from tests.support.models import CLASSES, SMALL, load, loss_of, problem, run_with, save, trainable
 from tests.support.runs import H100, machine
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -81,6 +81,18 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos(tmp_path):
     assert load_tokenizer(run_with(str(tmp_path))).pad_token == "<|endoftext|>"
 
 
+def test_a_padding_token_of_the_tokenizer_replaces_the_models_before_a_classifier_is_evaluated(folder):
+    change(folder, pad_token_id=3)
+    model = load(run_with(str(folder), task="sequence_classification", use_peft=True), CLASSES)
+    assert model.config.pad_token_id == load_tokenizer(run_with(str(folder))).pad_token_id != 3
+
+
+def test_a_generation_config_with_a_temperature_alone_can_be_saved(folder, tmp_path):
+    """transformers refuses to save it, at the end of the training: Vicuna's is one."""
+    (folder / "generation_config.json").write_text('{"temperature": 0.9}')
+    load(run_with(str(folder))).save_pretrained(tmp_path / "saved")
+
+
 # --- Its configuration ---------------------------------------------------------------------------
 
 
@@ -128,12 +140,9 @@ def change(folder, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-CLASSIFIES, NAME = {"task": "sequence_classification"}, "model_name_or_path"
+NAME = "model_name_or_path"
 UNLOADABLE = {
-    "a head for other classes": (
-        lambda folder: save(LlamaForSequenceClassification(small_llama(num_labels=5)), folder), CLASSIFIES,
-        NAME, "for this --task",
-    ),
+    "weights of another shape": (lambda folder: change(folder, intermediate_size=96), {}, NAME, "of shape (32, 64)"),
     "its own code": (lambda folder: change(folder, model_type="own", auto_map={"AutoConfig": "own.Own"}), {},
                      "trust_remote_code", "comes with Python code"),
     "a width that no head divides": (lambda folder: change(folder, hidden_size=33), {}, NAME, "for this --task"),
@@ -151,7 +160,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(case, folder):
     damage, settings, subject, says = UNLOADABLE[case]
     damage(folder)
     with pytest.raises(UserError) as raised:
-        load(run_with(str(folder), **settings), CLASSES if settings is CLASSIFIES else LANGUAGE)
+        load(run_with(str(folder), **settings))
     assert {problem.subject for problem in raised.value.problems} == {subject}
     assert says in str(raised.value) and "\n" not in str(raised.value.problems[0])
 
@@ -169,6 +178,14 @@ def test_weights_missing_in_a_checkpoint_are_noted_but_a_new_classification_head
     load(run_with(str(folder)))
     said = " ".join(capsys.readouterr().out.split())
     assert "lacks 1 weight, such as model.layers.1.mlp.up_proj.weight: they begin with random values" in said
+
+
+def test_a_classifier_of_other_classes_gets_a_new_head_and_keeps_its_other_weights(folder, capsys):
+    old = LlamaForSequenceClassification(small_llama(num_labels=5))
+    model = load(run_with(save(old, folder), task="sequence_classification"), CLASSES)
+    assert "has 5 outputs, and these data need 3: its head is replaced by a new one" in capsys.readouterr().out
+    assert model.score.weight.shape == (3, 32) and torch.equal(model.model.norm.weight, old.model.norm.weight)
+    assert torch.equal(model.model.embed_tokens.weight, old.model.embed_tokens.weight)
 
 
 # --- BatchNorm ------------------------------------------------------------------------------------

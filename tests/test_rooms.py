@@ -42,12 +42,12 @@ BUDGETS = {
     "recipes": 780,
     "recipes/legal": 478,
     "recipes/run": 1840,
-    "recipes/rules": 2342,
+    "recipes/rules": 2348,
     "recipes/planner": 3048,
     "recipes/scaling": 1160,
     "launch": 523,
-    "launch/commands": 1247,
-    "launch/data": 1894,
+    "launch/commands": 1250,
+    "launch/data": 1956,
     "launch/doctor": 1283,
     "launch/explain": 400,
     "launch/fit": 256,
@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/jobs": 1381,
     "launch/output": 1444,
     "launch/scaling": 886,
-    "launch/training": 2209,
+    "launch/training": 2231,
 }
 
 

@@ -102,7 +102,8 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
     value = row.get(column)
     if not isinstance(value, str | None):
         what = f"holds {one_line(repr(value)[:100])} in the column {column!r}, which is not text"
-        raise mistake(subject, what, "put text in this column in every row")
+        fix = "put text in this column in every row; numbers in a .csv and dates stay text in a .parquet: "
+        raise mistake(subject, what, f"{fix}pandas.read_csv(FILE, dtype=str).to_parquet(NEW_FILE)")
     return value or ""
 
 

@@ -104,7 +104,8 @@ def _labels(rows: Dataset, name: str, flag: str) -> set:
     labels = [tuple(label) if isinstance(label, list) else label for label in found]
     if unusable := sum(not _is_usable(label) for label in labels):
         what = f"the column {name!r} has {plural(unusable, 'row')} without a usable label"
-        raise mistake(flag, what, "write a label in every row: a class, a number, or a list that may be empty")
+        fix = "write a class, a number, or a list that may be empty in every row; a .csv's None and NA are no labels"
+        raise mistake(flag, what, fix)
     return set(labels)
 
 

@@ -4,9 +4,11 @@ import contextlib
 import glob
 import gzip
 import math
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -16,6 +18,7 @@ from huggingface_hub import HfApi
 
 from launch.data.columns import column_problems, new_names
 from launch.data.demo import demo_corpus, held_out
+from launch.terminal import console, plural, print_note
 from recipes.errors import StreamBroke, UserError, mistake, one_line, raise_errors
 from recipes.mixture import Part, parts_of, paths_of
 from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
@@ -164,7 +167,15 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, DatasetDict) else {"train": saved}
         if path.is_dir():
-            return datasets.load_dataset_builder(str(path), config).as_streaming_dataset()
+            builder = datasets.load_dataset_builder(str(path), config)
+            read = {Path(file).resolve() for files in (builder.config.data_files or {}).values() for file in files}
+            unread = [file.name for file in files_in(path) if file_kind(file) and file.resolve() not in read]
+            if unread and read:  # the split of a file is found in its name, perhaps in that of some files only
+                note = (
+                    f"{name}: {plural(len(unread), 'file')} not read, such as {unread[0]}; '{name}/*' reads all files"
+                )
+                print_note(note, console(os.environ.get("RANK", "0") == "0"))
+            return builder.as_streaming_dataset()
         kind = str(file_kind(path))
         options = {"encoding": "utf-8-sig"} if kind == "text" else {}  # else the BOM stays in the first line
         # Absolute and escaped, because `datasets` reads brackets as a pattern, and `a:` as a URL.

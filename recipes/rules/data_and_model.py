@@ -36,7 +36,7 @@ from recipes.rules.local_model import (
     text_config,
     weights_in,
 )
-from recipes.rules.table import error_row
+from recipes.rules.table import advice_row, error_row
 from recipes.run import RunSpec, nearest
 from recipes.run.files import existing_path, expanded
 
@@ -422,6 +422,12 @@ _OF_TRAIN_PY = (
               "leave lm_head out, or --liger_kernel_config '{{\"fused_linear_cross_entropy\": false}}'",
               "The head's adapter never changes: Liger multiplies by `lm_head.weight`, which peft freezes. Under DDP "
               "the unused adapter is an error in the second step."),
+    advice_row("lora_on_tied_weights_cannot_be_merged", "lora_target_modules",
+               lambda run: run["use_peft"] and {"lm_head", "embed_tokens"} & {*_targets(run)}
+               and known_config(run).get("tie_word_embeddings"),
+               "`recipes merge` will refuse these adapters: the head and the embeddings are one weight",
+               "leave lm_head and embed_tokens out, or never merge",
+               "Merging adds both adapters to the one weight, and the logits change: transformers #45127."),
     error_row("liger_evaluates_plain_labels", "use_liger_kernel",
               lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
               "cannot evaluate with label_smoothing_factor, which also turns off Liger's fused loss",

@@ -31,6 +31,19 @@ def test_json_csv_parquet_text_and_gzip_files_are_read(name, tmp_path, tokenizer
     assert decoded(tokenizer, data.train) == ["one<|endoftext|>", "two<|endoftext|>"]
 
 
+def test_files_of_a_folder_that_datasets_leaves_out_because_only_others_name_a_split_are_noted(
+    tmp_path, tokenizer, capsys
+):
+    for name in ("train", "more"):
+        jsonl(tmp_path, texts(name), f"{name}.jsonl")
+    assert decoded(tokenizer, load_data(run_with(dataset_name=str(tmp_path)), tokenizer).train) == [
+        "train<|endoftext|>"
+    ]
+    assert "1 file not read, such as more.jsonl" in " ".join(capsys.readouterr().out.split())
+    load_data(run_with(dataset_name=f"{tmp_path}/*.jsonl"), tokenizer)
+    assert "not read" not in capsys.readouterr().out
+
+
 def test_a_dataset_dict_saved_with_save_to_disk_is_read(tmp_path, tokenizer):
     splits = DatasetDict(train=Dataset.from_list(texts("one")), validation=Dataset.from_list(texts("two")))
     splits.save_to_disk(tmp_path / "saved")

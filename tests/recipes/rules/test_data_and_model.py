@@ -19,7 +19,8 @@ ON_A100 = {"hardware": machine(A100)}
 B200 = Gpu("NVIDIA B200", (10, 0), 180 << 30)
 NO_FLASH = ("flash_attn", "flash_attn_interface", "kernels")
 SMOOTHED = "--use_liger_kernel --label_smoothing_factor 0.1"
-LIGER = "--use_peft --use_liger_kernel --lora_target_modules q_proj lm_head"
+ON_HEAD = "--use_peft --lora_target_modules q_proj lm_head"
+LIGER = f"{ON_HEAD} --use_liger_kernel"
 
 
 HELD_OUT = f"--dataset_name d {EVAL} --dataset_test_split train[80%:]"
@@ -65,6 +66,10 @@ CASES = {
     "sequences_fit_the_model": (
         Run(f"{MODEL} --max_length 129", files=model()),
         Run(f"{MODEL} --max_length 128", files=model()),
+    ),
+    "lora_on_tied_weights_cannot_be_merged": (
+        Run(f"{MODEL} {ON_HEAD}", files=model(tie_word_embeddings=True)),
+        Run(f"{MODEL} {ON_HEAD}", files=model()),
     ),
     "lora_on_the_head_gets_gradients": (
         Run(f"{MODEL} {LIGER}", files=model(), **ON_A100),

@@ -428,6 +428,14 @@ _OF_TRAIN_PY = (
                "`recipes merge` will refuse these adapters: the head and the embeddings are one weight",
                "leave lm_head and embed_tokens out, or never merge",
                "Merging adds both adapters to the one weight, and the logits change: transformers #45127."),
+    advice_row("the_routers_loss_counts_once_in_a_step", "model_name_or_path",
+               lambda run: known_config(run).get("output_router_logits") and run.batch.total > run.batch.micro,
+               lambda run: "the auxiliary loss of the routers counts "
+               f"{run.batch.accumulation * run.batch.data_parallel} times in a step of batch {run.batch}",
+               lambda run: "in config.json, divide router_aux_loss_coef by that number, or set output_router_logits "
+               "to false",
+               "Trainer divides the tokens' loss by the tokens of the whole step, and adds the auxiliary loss of each "
+               "micro-batch and process as it is: transformers #48690."),
     error_row("liger_evaluates_plain_labels", "use_liger_kernel",
               lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
               "cannot evaluate with label_smoothing_factor, which also turns off Liger's fused loss",

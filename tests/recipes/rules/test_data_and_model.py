@@ -71,6 +71,10 @@ CASES = {
         Run(f"{MODEL} {ON_HEAD}", files=model(tie_word_embeddings=True)),
         Run(f"{MODEL} {ON_HEAD}", files=model()),
     ),
+    "the_routers_loss_counts_once_in_a_step": (
+        Run(MODEL, files=model(output_router_logits=True)),
+        Run(f"{MODEL} --global_batch_size 4", files=model(output_router_logits=True)),
+    ),
     "lora_on_the_head_gets_gradients": (
         Run(f"{MODEL} {LIGER}", files=model(), **ON_A100),
         Run(f'{MODEL} {LIGER} --liger_kernel_config {{"fused_linear_cross_entropy":false}}', files=model(), **ON_A100),

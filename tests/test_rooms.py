@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1160,
     "launch": 523,
     "launch/commands": 1250,
-    "launch/data": 1956,
+    "launch/data": 1953,
     "launch/doctor": 1283,
     "launch/explain": 400,
     "launch/fit": 256,

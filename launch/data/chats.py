@@ -73,11 +73,11 @@ def _ended(chat: Chat, last: dict[str, Any], is_learned: bool, eos: str) -> Chat
     """Append EOS if the template writes nothing after the last answer, as GLM-4's does: otherwise
     the model would never learn to stop.
     """
-    content, length = last["content"].rpartition("</think>")[2].strip(), len(chat.text)
-    if last["role"] != "assistant" or not content or not chat.text.rstrip().endswith(content):
+    content = last["content"].rpartition("</think>")[2].strip() if last["role"] == "assistant" else ""
+    if not content or not chat.text.rstrip().endswith(content):
         return chat
-    learned = None if chat.learned is None else [*chat.learned, *([(length, length + len(eos))] if is_learned else [])]
-    return Chat(chat.text + eos, learned)
+    end = [(len(chat.text), len(chat.text) + len(eos))] if is_learned and chat.learned else []
+    return Chat(chat.text + eos, None if chat.learned is None else [*chat.learned, *end])
 
 
 # --- Messages of any format ----------------------------------------------------------------------
@@ -201,8 +201,8 @@ class _Template:
             rest = content.rpartition("</think>")[2] if is_answer else ""
             if role == "tool" or (role == "assistant" and not is_answer) or "".join(content.split()) in written:
                 continue
-            others = self.chat[:number], self.chat[number + 1 :]
-            if rest != content and self.text == self.render([*others[0], {**message, "content": rest}, *others[1]]):
+            without = [*self.chat[:number], {**message, "content": rest}, *self.chat[number + 1 :]]
+            if rest != content and self.text == self.render(without):
                 part = "the reasoning of an answer" if rest else f"a message of the {role}"
                 fix = "save the model with a chat_template.jinja that writes it, or use chats without it"
                 raise mistake("dataset_name", f"the tokenizer's chat template leaves out {part}", fix)

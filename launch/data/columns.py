@@ -43,10 +43,9 @@ def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
 
 def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list[Problem]:
     """Return the reasons why rows with these columns cannot be read."""
+    # Excel separates columns by semicolons in countries that write 0,5 for a half.
     only = "".join(columns) if len(columns) == 1 else ""
-    if separator := next(
-        (sign for sign in ";\t" if sign in only), ""
-    ):  # Excel writes ; where a comma ends whole numbers
+    if separator := next((sign for sign in ";\t" if sign in only), ""):
         what = f"{part.name} separates its columns by {separator!r}; only commas are read"
         fix = f"pandas.read_csv({part.name!r}, sep={separator!r}).to_csv({part.name!r}, index=False) writes commas"
         return [Problem("dataset_name", what, fix)]
@@ -107,5 +106,5 @@ def _columns_of(file: Path) -> list[str]:
             if kind == "csv":
                 return next(csv.reader(TextIOWrapper(stream, "utf-8-sig")), [])
             return json.open_json(stream, json.ReadOptions(block_size=_BEGIN)).schema.names
-    except (OSError, ValueError):  # the data's reader reports the error
+    except (OSError, ValueError, csv.Error):  # the data's reader reports the error
         return []

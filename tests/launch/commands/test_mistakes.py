@@ -65,6 +65,7 @@ MISTAKES = {
     "submit local --nodes 2 --dry_run": "--processes_per_node",
     "submit local --dry_run --output /nowhere/job.sh": "a writable folder",
     "submit azureml -- --output_dir ../out": "--compute NAME",  # beside the mistake in output_dir
+    "submit local --dry_run -- --hub_token mine": "hub_token: looks like a secret",
     "submit azureml --compute c --spot": "use --instance_type, not --compute",
     "submit azureml --compute c -- --output_dir ../out": "use a path such as outputs/mine",
     "submit azureml --compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "looks like a secret",

@@ -171,9 +171,9 @@ class Azure(Target):
         more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
         text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=shlex.quote(_config(job)), more=more)
         lines = [line.strip() for line in text.splitlines()]
-        fixed = {"output_dir": None, **({"model_name_or_path": None} if "model" in inputs else {})}
-        lines += flag_lines(replace(job, argv=tuple(with_flags(job.argv, fixed))).command[1:], _quoted)
-        lines += ["--model_name_or_path ${{inputs.model}}"] if "model" in inputs else []
+        own = with_flags(job.argv, dict.fromkeys(["output_dir"] + ["model_name_or_path"] * ("model" in inputs)))
+        lines += flag_lines(replace(job, argv=tuple(own)).command[1:], _quoted)
+        lines += ["--model_name_or_path ${{inputs.model}}"] * ("model" in inputs)
         mounted = [f"${{{{inputs.{name}}}}}" for name in inputs if name != "model"]
         lines += [" ".join(["--dataset_name", *mounted])] if mounted else []
         lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is only in the job's image

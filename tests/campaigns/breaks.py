@@ -98,19 +98,19 @@ def main() -> int:
     parser.add_argument("--seed", default="nov27", help="any word; the same word draws the same breaks [nov27]")
     parser.add_argument("--count", type=int, default=60, help="how many breaks [60]")
     parser.add_argument("--slow", action="store_true", help="ask the slow tests too")
-    options, unnoticed, whole_folders = parser.parse_args(), [], set[Path]()
+    options, unnoticed, unbroken = parser.parse_args(), [], set[Path]()
     with tempfile.TemporaryDirectory(prefix="breaks-") as folder:
         worktree = Path(folder, "worktree")
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", str(worktree), "HEAD"], check=True, capture_output=True)
         try:
             for one in draw(Random(options.seed), worktree, options.count):
-                folder, whole = one.file.parent, (worktree / one.file).read_text(encoding="utf-8")
-                if folder not in whole_folders and (test := failing_test(folder, worktree, options.slow)):
+                room, whole = one.file.parent, (worktree / one.file).read_text(encoding="utf-8")
+                if room not in unbroken and (test := failing_test(room, worktree, options.slow)):
                     sys.exit(f"{test} fails without a break")
-                whole_folders.add(folder)
+                unbroken.add(room)
                 line = one.apply(worktree)
-                test = failing_test(folder, worktree, options.slow)
+                test = failing_test(room, worktree, options.slow)
                 (worktree / one.file).write_text(whole, encoding="utf-8")
                 unnoticed += [] if test else [line]
                 print(f"{test or 'UNNOTICED'}: {line}", flush=True)

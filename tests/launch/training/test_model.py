@@ -85,6 +85,8 @@ def test_a_padding_token_of_the_tokenizer_replaces_the_models_before_a_classifie
     change(folder, pad_token_id=3)
     model = load(run_with(str(folder), task="sequence_classification", use_peft=True), CLASSES)
     assert model.config.pad_token_id == load_tokenizer(run_with(str(folder))).pad_token_id != 3
+    change(folder, pad_token_id=None)  # an embedding that knows the padding token, perhaps EOS, never trains it
+    assert load(run_with(str(folder))).get_input_embeddings().padding_idx is None
 
 
 def test_a_generation_config_with_a_temperature_alone_can_be_saved(folder, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin, gather_object
 from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback
@@ -125,6 +126,9 @@ class RecipeTrainer(CommittingTrainer):
         # left for the last batch, and does not set the epoch of every sampler.
         self._last_round = examples_in_last_round(kwargs["train_dataloader"])
         set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
+        group = self.args.process_index // self.get_tp_size()
+        if group and not self.state.global_step:  # not earlier: accelerate shuffles by the seed that is set then
+            torch.manual_seed(self.args.seed + group)  # else all ranks drop the same units (transformers#31412)
         return super()._run_epoch(*args, **kwargs)
 
     def training_step(self, *args, **kwargs):
@@ -167,6 +171,14 @@ class RecipeTrainer(CommittingTrainer):
             places = places.found_in(Path(self._checkpoint), args.process_index, args.world_size)
         self._places, args.ignore_data_skip = places, True  # the stream itself begins at the place of the resume
         return places.loader(self.train_dataset, self.data_collator, args.process_index // sharing, args)
+
+    def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
+        """Return a loader of every held-out example: `dataloader_drop_last` is for training."""
+        drops, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drops
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler = super()._get_train_sampler(*args, **kwargs)
@@ -238,7 +250,8 @@ class RecipeTrainer(CommittingTrainer):
             items = int(self._items)
             if items:  # 0 if all examples of this rank only fill up the last batch
                 self._evaluated = [self._evaluated[0] + loss.double().item() * items, self._evaluated[1] + items]
-        return loss, logits, labels
+        # BART and T5 also return hidden states, which Trainer would keep until the evaluation ends.
+        return loss, logits[0] if isinstance(logits, tuple) else logits, labels
 
     def evaluate(self, *args, **kwargs):
         """Evaluate as Trainer does. A stop request saves an unsaved step and raises `Preempted`."""
@@ -311,10 +324,22 @@ class RecipeTrainer(CommittingTrainer):
             best = Path(self._checkpoint).with_name(f"checkpoint-{self.state.best_global_step}")
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
+        early = next((one for one in self.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)), None)
+        if early and (stored := self.state.stateful_callbacks.get("EarlyStoppingCallback")):
+            stored["args"]["early_stopping_patience"] = early.early_stopping_patience  # else a new value had no effect
         super()._load_callback_state()
         for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer expects all of them when it saves
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if checkpoint is not None and isinstance(schedule, LambdaLR):  # a longer schedule has another rate at this step
+            pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            schedule._last_lr = [base * factor(schedule.last_epoch) for base, factor in pairs]
+            for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+                group["lr"] = rate
 
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
@@ -402,6 +427,10 @@ def build_trainer(
     any rank, all ranks save and leave.
     """
     end_workers_that_cannot_send()
+    fewest = run.batch.micro * run.data_parallel_size if run["dataloader_drop_last"] else 0
+    if not isinstance(data.train, Stream) and len(data.train) < fewest:  # type: ignore[arg-type]
+        what = f"drops every example: they do not fill one micro-batch of {fewest}"
+        raise mistake("dataloader_drop_last", what, "leave it out, or use a smaller --global_batch_size")
     if args.hub_token is not None:  # else Trainer writes it into training_args.bin; the model is loaded already
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
     kind = data.problem_type  # None for a language model

@@ -86,4 +86,6 @@ def test_the_checkpoint_of_two_nodes_is_valid_on_a_shared_and_on_separate_disks(
     names = checkpoints.manifest_of(outputs[0] / "checkpoint-6")["files"]
     states = {name for name in names if name.startswith("rng_state")}
     assert states == ({"rng_state_0.pth", "rng_state_1.pth"} if shared else {"rng_state_0.pth"})
+    drawn = [torch.load(file, weights_only=False)["cpu"] for file in tmp_path.rglob("checkpoint-6/rng_state_*.pth")]
+    assert len(drawn) == 2 and not torch.equal(*drawn)  # else all ranks drop the same units
     assert steps(outputs[0]) == [6, 4] and not inspect(outputs[0] / "checkpoint-6").faults

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
 
 from launch.host.world import World
 from launch.terminal import console
@@ -13,6 +13,7 @@ from launch.training.callbacks import Progress, StepTiming
 from launch.training.objective import MeanOverExamples
 from launch.training.trainer import RecipeTrainer
 from recipes import standard
+from recipes.errors import UserError
 from recipes.factories import arguments_for
 from recipes.run import here, resolve
 from recipes.scaling.timings import WARM_UP_STEPS
@@ -86,6 +87,32 @@ def test_the_step_time_leaves_out_warm_up_and_steps_that_save():
             timing.on_save(None, None, None)
     assert timing.steps_trained == 10
     assert len(timing.durations) == 10 - 1 - WARM_UP_STEPS - 1
+
+
+def test_dataloader_drop_last_drops_no_held_out_example_and_not_the_whole_training(tiny_model, texts, tmp_path):
+    flags = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--dataloader_drop_last", "--eval_strategy", "epoch"]
+    held_out = ["--dataset_test_split", "train[20:33]", "--per_device_eval_batch_size", "4"]
+    trainer = built([*flags, *held_out, "--dataset_train_split", "train[:20]"], tiny_model, texts)
+    assert sum(len(batch["labels"]) for batch in trainer.get_eval_dataloader()) == 13
+    with pytest.raises(UserError, match="drops every example"):
+        built([*flags, *held_out, "--dataset_train_split", "train[:3]"], tiny_model, texts)
+
+
+def test_an_evaluation_keeps_the_logits_and_no_other_output_of_the_model(trainer):
+    trainer.label_names = ["labels"]
+    trainer.model.forward = lambda x, labels: {"loss": x.sum(), "logits": x, "encoder_last_hidden_state": x}
+    _, logits, _ = trainer.prediction_step(trainer.model, {"x": torch.ones(2, 2), "labels": torch.ones(2)}, False)
+    assert torch.equal(logits, torch.ones(2, 2))
+
+
+def test_a_resume_counts_evaluations_without_improvement_up_to_the_new_patience(trainer):
+    trainer.add_callback(EarlyStoppingCallback(50))
+    earlier = EarlyStoppingCallback(3)
+    earlier.early_stopping_patience_counter = 2
+    trainer.state.stateful_callbacks = {"EarlyStoppingCallback": earlier.state()}
+    trainer._load_callback_state()
+    (now,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback))
+    assert (now.early_stopping_patience, now.early_stopping_patience_counter) == (50, 2)
 
 
 # --- What Trainer alone does: if one of these fails, RecipeTrainer need not mend it any more ------

@@ -36,9 +36,9 @@ OUT_OF_MEMORY = "out_of_memory.json"
 # If one of these settings differs, a checkpoint belongs to another run, with other weights or data.
 IDENTITY = (
     "task problem_type model_name_or_path model_revision from_scratch dtype use_peft lora_r lora_alpha "
-    "lora_target_modules use_dora load_in_4bit optim dataset_name dataset_config dataset_train_split "
-    "dataset_columns dataset_text_field dataset_label_field max_length packing packing_strategy "
-    "assistant_only_loss completion_only_loss"
+    "lora_target_modules use_dora load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant optim "
+    "dataset_name dataset_config dataset_train_split dataset_columns dataset_text_field dataset_label_field "
+    "max_length packing packing_strategy assistant_only_loss completion_only_loss"
 ).split()
 # A resume keeps the old value of these settings from the checkpoint's state. resume.py refuses a
 # new value that the user writes, but only prints a note for logging_steps, save_steps, eval_steps.
@@ -49,8 +49,10 @@ KEPT_BY_RESUME = (
 CHANGES_COURSE = (
     "global_batch_size dataset_streaming seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip "
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
-    "label_smoothing_factor neftune_noise_alpha lora_dropout bf16 fp16 tf32"
+    "label_smoothing_factor neftune_noise_alpha lora_dropout bf16 fp16 tf32 early_stopping_patience"
 ).split()
+# The best model is known by these settings, so a run that looks for it keeps them.
+CHOOSES_THE_BEST = ("metric_for_best_model", "dataset_test_split")
 # The setting that names an input of a run -> the field of the record with its fingerprint.
 MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}
 # Settings for paths, prints, tokenizing and the start, which do not change the training itself.

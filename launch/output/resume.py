@@ -15,6 +15,7 @@ from launch.host.files import require_writable, writing
 from launch.host.world import World
 from launch.output import other_world, record, submission
 from launch.output.checkpoints import (
+    MANIFEST,
     STATE,
     Checkpoint,
     archive_damaged,
@@ -29,7 +30,7 @@ from launch.output.record import Earlier, new_run
 from launch.terminal import console, memory_size, print_note
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
-from recipes.run import Json, RunSpec, fingerprints
+from recipes.run import BEST_MODEL, Json, RunSpec, fingerprints
 from recipes.run.files import read_json
 from recipes.scaling.timings import require_room
 
@@ -255,15 +256,17 @@ def _began_from(named: Path, run: RunSpec, old: Json) -> bool:
 
 
 def _require_no_foreign_model(run: RunSpec, old: Json) -> None:
-    """Raise `UserError` if the folder holds a model, and neither a record nor a checkpoint shows
-    that this program trained the model.
+    """Raise `UserError` if the folder holds a model or checkpoints, and neither a record nor a
+    manifest shows that this program trained them.
     """
     folder, model = Path(run["output_dir"]), run["model_name_or_path"]
     is_its_model = model and Path(model).resolve() == folder.resolve()
-    is_known = _holds_a_run(folder) if run["fresh"] else bool(old or numbered(folder))
-    if not is_known and (is_its_model or any(folder.glob("*.safetensors"))):
+    saved = numbered(folder)
+    is_known = _holds_a_run(folder) if run["fresh"] else old or any((path / MANIFEST).exists() for path in saved)
+    if not is_known and (is_its_model or saved or any(folder.glob("*.safetensors"))):
         what = f"{run['output_dir']} holds a model that was not trained here, or whose {record.NAME} is damaged"
-        raise _refused(run, f"{what}: the run would overwrite the model", "use another --output_dir")
+        go_on = f", with --resume_from_checkpoint {saved[0]} to go on from there" if saved else ""
+        raise _refused(run, f"{what}: the run would overwrite the model", f"use another --output_dir{go_on}")
 
 
 def _holds_a_run(folder: Path) -> bool:
@@ -286,7 +289,11 @@ def _skip(checkpoint: Checkpoint) -> str:
 
 def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -> None:
     kept = [name for name in record.KEPT_BY_RESUME if run.explicit(name) and name not in _NO_OTHER_MODEL]
-    changed = record.changes(old, run, [*record.IDENTITY, *kept])
+    had_a_best = old.get("settings", {}).get(BEST_MODEL, {}).get("value")
+    best = record.CHOOSES_THE_BEST if had_a_best and run[BEST_MODEL] else ()
+    changed = record.changes(old, run, [*record.IDENTITY, *kept, *best])
+    if {*changed.get("metric_for_best_model", ())} <= {None, "loss", "eval_loss"}:  # three names of one metric
+        changed.pop("metric_for_best_model", None)
     if run["problem_type"] is None:  # the data decides the type, and is the same
         changed.pop("problem_type", None)
     if run["use_peft"] and not run.explicit("dtype"):  # the dtype of frozen weights depends on the GPU

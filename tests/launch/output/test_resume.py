@@ -185,7 +185,8 @@ def test_a_resume_uses_the_evaluation_and_early_stopping_of_the_new_flags(tiny_m
     best = "--load_best_model_at_end --metric_for_best_model loss --max_steps 4".split()
     longer = train_here(tiny_model, texts, tmp_path, *data, *some, *best)
     assert longer.code == 0 and "checkpoint-2, step 2" in longer.output
-    assert {3, 4} <= {entry["step"] for entry in longer.record["log_history"] if "loss" in entry}
+    rates = {entry["step"]: entry["learning_rate"] for entry in longer.record["log_history"] if "loss" in entry}
+    assert {3, 4} <= {*rates} and rates[3] > rates[4] > 0  # not 0, with which the shorter schedule ended
     assert longer.record["best_step"] == 4
     assert "is ignored by a resume" not in " ".join(longer.output.split())
 
@@ -230,6 +231,16 @@ def test_a_resume_of_adapters_on_a_changed_base_model_is_refused(name, tiny_mode
     for folder, more in (("out", []), ("begun", named)):
         run = asked(tmp_path / folder, *flags, *more, model=model)
         assert "model as it was, not as it is now" in refused(run)
+
+
+@pytest.mark.parametrize("flags", ["--metric_for_best_model accuracy", "--dataset_test_split train[50%:]"])
+def test_a_resume_with_another_measure_of_the_best_model_is_refused(flags, stopped, asked):
+    """The kept figure of the best model is of the old metric, on the old examples."""
+    settings = read_record(stopped)["settings"]
+    name = "load_best_model_at_end"
+    rewrite(stopped, settings={**settings, name: {**settings[name], "value": True}})
+    assert f"with {flags.split()[0][2:]} None" in refused(asked(stopped, *SIX_STEPS, f"--{name}", *flags.split()))
+    assert look_ahead(asked(stopped, *SIX_STEPS, f"--{name}", "--metric_for_best_model", "loss")) is None
 
 
 def test_a_new_hub_model_commit_is_refused_and_model_revision_is_advised(finished, asked, found, tmp_path, monkeypatch):
@@ -288,6 +299,13 @@ def test_an_output_dir_that_holds_a_model_without_a_valid_run_json_is_refused(as
     assert "would overwrite the model" in refused(asked(model))
     (model / "run.json").unlink()
     assert "would overwrite the model" in refused(asked(model, model=model))
+
+
+def test_an_output_dir_that_holds_checkpoints_of_plain_trainer_is_refused(asked, stopped):
+    (stopped / "run.json").unlink()
+    for path in numbered(stopped):
+        (path / "manifest.json").unlink()
+    assert f"with --resume_from_checkpoint {stopped / 'checkpoint-6'}" in refused(asked(stopped))
 
 
 def test_an_output_dir_below_a_file_is_refused(asked, tmp_path):

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from launch.flags import Commands, add_fields, given
 from launch.host.signals import StopRequest, block_until_listening
-from launch.host.world import prepare_environment
+from launch.host.world import prepare_environment, require_launcher
 from launch.jobs.job import checked_job, launch_words
 from launch.jobs.local import Local
 from launch.jobs.submit import TARGETS, from_site, newest, refuse_while_in_use, rows, site_defaults, site_file, submit
@@ -106,6 +106,7 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
 
     Raises `UserError` with every problem.
     """
+    require_launcher()
     yaml = options.accelerate_config
     place = Local().place(options.num_processes or in_own_yaml(yaml), accelerate_config=yaml)
     job = checked_job(options.recipe, rest, place, yaml, starts_here=True)

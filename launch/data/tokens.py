@@ -112,7 +112,7 @@ class Encoder:
     source: Source
     run: Settings
     tokenizer: Any
-    embeddings: int  # how many tokens the model knows
+    embeddings: int  # how many of these tokens the model knows
 
     def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
         """Return the tokens of each row. `first` is the index of the first row; None if unknown.
@@ -136,9 +136,15 @@ class Encoder:
 
 
 def encoder_of(run: RunSpec, tokenizer, part: Part, rows: IterableDataset) -> Encoder:
-    known = text_config(run.model or {}).get("vocab_size") or len(tokenizer)
     # A dict, because workers that are not forked get a pickle, and a RunSpec cannot be pickled.
-    return Encoder(sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer, known)
+    return Encoder(
+        sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer, _known(run, tokenizer)
+    )
+
+
+def _known(run: RunSpec, tokenizer) -> int:
+    """Return how many of the tokenizer's tokens the model knows."""
+    return min(len(tokenizer), text_config(run.model or {}).get("vocab_size") or len(tokenizer))
 
 
 def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
@@ -235,7 +241,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
     read = _OF_CLASSIFIERS if run["task"] == "sequence_classification" else _SETTINGS
     settings = [part.name, part.config or run["dataset_config"], dict(part.columns), *(run[name] for name in read)]
     code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
-    made_of = json.dumps([code, packages, settings, files, _contents(tokenizer)])
+    made_of = json.dumps([code, packages, settings, files, _contents(tokenizer), _known(run, tokenizer)])
     name = re.sub(r"[^\w.-]", "_", Path(part.name).name)[:40]
     stem = f"{name}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
     root = cache_folder()

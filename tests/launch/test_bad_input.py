@@ -27,9 +27,10 @@ def test_two_ranks_report_an_unknown_recipe_once(tiny_model, tmp_path):
     assert outcome.output.count("there is no recipe") == 1, outcome.output
 
 
-def test_train_py_started_by_srun_without_accelerate_launch_or_torchrun_exits_with_2(tmp_path):
-    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
-    outcome = run([sys.executable, str(SCRIPT), "--output_dir", str(tmp_path)], tmp_path, environment)
+@pytest.mark.parametrize("command", [[str(SCRIPT)], ["-m", "launch", "train"]], ids=["train.py", "recipes train"])
+def test_a_training_started_by_srun_without_accelerate_launch_or_torchrun_exits_with_2(command, tmp_path):
+    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "PYTHONPATH": str(ROOT)}
+    outcome = run([sys.executable, *command, "--output_dir", str(tmp_path)], tmp_path, environment)
     lines = outcome.output.splitlines()
     (line,) = (line for line in lines if not line.startswith("advice") and not line.endswith(" ..."))
     assert outcome.code == 2 and "accelerate launch" in line

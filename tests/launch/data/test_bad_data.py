@@ -83,3 +83,5 @@ def test_only_rows_with_a_token_that_has_no_embedding_in_the_model_are_refused(t
     assert len(load_data(replace(old, model={"vocab_size": 260}), tokenizer).train) == 1
     found = problem(replace(new, model={"vocab_size": 260}), tokenizer)
     assert "the data needs the token <new>, but the model has only 260 embeddings" in found.what
+    assert load_data(replace(new, model={"vocab_size": 261}), tokenizer)  # and keeps the tokens
+    assert problem(replace(new, model={"vocab_size": 260}), tokenizer).what == found.what

@@ -53,8 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         run = with_fit(resolve(argv, world.place()))  # command line > file > recipe, each value with its source
         with failure.explained_by(run):
             quiet_libraries(run["verbose"])
-            print_problems(require_legal(run), console(world.is_main))
-            require_columns(run)
+            print_problems(require_legal(run) + require_columns(run), console(world.is_main))
             require_launcher()
             if run["fit"] or run["fit_only"]:
                 run = fit(run, argv, world)

@@ -42,7 +42,7 @@ def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
 
 
 def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list[Problem]:
-    """Return the reasons why rows with these columns cannot be read."""
+    """Return the reasons why rows with these columns cannot be read, and advice on labels."""
     # Excel separates columns by semicolons in countries that write 0,5 for a half.
     only = "".join(columns) if len(columns) == 1 else ""
     if separator := next((sign for sign in ";\t" if sign in only), ""):
@@ -60,11 +60,15 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
         fields, instead = ["dataset_text_field", "dataset_label_field"], ""
     else:
         found = formats(run, has)
+        is_text = found == [(run["dataset_text_field"],)]
+        if is_text and run["dataset_label_field"] in has:
+            what = f"{said}: a language model learns the text, and no {run['dataset_label_field']}"
+            return [Problem("task", what, "--task sequence_classification if it should", severity="advice")]
         fields = [] if found else ["dataset_text_field"]
         instead = f"rename columns, as in --dataset_columns question=prompt answer=completion, to get {_FORMATS}; or "
         for flag, needed in LEARNED_ONLY.items():
-            if run[flag] and found == [(run["dataset_text_field"],)]:
-                return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or leave the flag out")]
+            if run[flag] and is_text:
+                return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or --{flag} false")]
     return [
         Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to one of these columns")
         for field in fields
@@ -75,9 +79,9 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
 # --- Before the libraries are imported ------------------------------------------------------------
 
 
-def require_columns(run: RunSpec) -> None:
-    """Raise `UserError` with all problems of the columns of local files."""
-    raise_errors(check_columns(run))
+def require_columns(run: RunSpec) -> list[Problem]:
+    """Return the advice on the columns of local files. Raises `UserError` with all errors."""
+    return raise_errors(check_columns(run))
 
 
 def check_columns(run: RunSpec) -> list[Problem]:

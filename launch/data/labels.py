@@ -32,8 +32,9 @@ class Target:
     numbers: Mapping[Any, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        names = ", ".join(self.names[:6]) + ", ..." * (len(self.names) > 6)
         kinds = {SINGLE: f"{len(self.names):,} classes", MULTI: f"multi-label: {len(self.names):,} labels"}
-        return kinds.get(self.problem_type, "regression")
+        return f"{kinds[self.problem_type]} ({names})" if self.problem_type in kinds else "regression"
 
     def encode(self, label: Any) -> int | float | tuple[float, ...]:
         """Convert a label for a batch: to a class's index, a number, or a number for each class.
@@ -142,7 +143,7 @@ class Labelled(Cut):
 
     def __str__(self) -> str:
         few = self.target.problem_type == SINGLE and self.labels < len(self.target.names)
-        classes = f"only {self.labels} of the {self.target} (are the rows sorted? shuffle them)" if few else self.target
+        classes = f"only {self.labels} of the {self.target}: are the rows sorted? shuffle them" if few else self.target
         return f"{super().__str__()}, {classes}"
 
     def __getitems__(self, numbers: list[int]) -> list[Example]:

@@ -91,8 +91,7 @@ def checked_job(
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     run = with_fit(resolve(words, place, {"dataset_name": list(data)} if data else {}, "--data"))
-    advice = require_legal(run)
-    require_columns(run)
+    advice = require_legal(run) + require_columns(run)
     if advice and not starts_here:
         print_problems(advice, console(stderr=True))
     if run.engine.kind == "single" and run.world_size > 1:

@@ -17,6 +17,7 @@ from recipes import legal
 from recipes.errors import Problem
 from recipes.mixture import Part, files_of, parts_of, paths_of
 from recipes.rules.facts import (
+    HELD_OUT,
     advice,
     available,
     in_yaml,
@@ -148,9 +149,8 @@ def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
 
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
     """Return the problem of an evaluation without a test split. `has` says which splits exist."""
-    slices = "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"
     what = f"there is nothing to evaluate on: {has}, no test and no validation"
-    return Problem("dataset_test_split", what, f"{_SPLIT_FILES if streams else slices}, or --eval_strategy no")
+    return Problem("dataset_test_split", what, f"{_SPLIT_FILES if streams else HELD_OUT}, or --eval_strategy no")
 
 
 # --- The model's folder ---------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from recipes.run import RunSpec
 from recipes.run.files import Json, read_json
 
 Judge = Callable[[RunSpec], Iterator[Problem]]
+HELD_OUT = "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"  # flags that hold out a tenth
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from recipes import legal
 from recipes.errors import Problem
 from recipes.mixture import files_of, parts_of, parts_of_run
 from recipes.rules.facts import (
+    HELD_OUT,
     Rule,
     accelerator_config,
     available,
@@ -230,7 +231,7 @@ _ERRORS = (
               "split_batches divides the micro-batch by the number of processes: the global batch gets smaller."),
     error_row("batches_come_out_even", "accelerator_config",
               lambda run: accelerator_config(run).get("even_batches", True) is False
-              and run.world_size > 1 and not run["dataloader_drop_last"],
+              and run.world_size > 1 and not (run["dataloader_drop_last"] and run["eval_strategy"] == "no"),
               "even_batches false can leave ranks waiting for each other until a timeout",
               "leave even_batches on: the loss ignores examples that only fill up the last batch",
               "If a rank has one batch fewer, the other ranks wait for this rank until a timeout."),
@@ -275,7 +276,11 @@ _ERRORS = (
     error_row("the_best_model_needs_evaluation", "load_best_model_at_end",
               lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == "no" != run["save_strategy"],
               "needs evaluations to find the best model",
-              "--eval_strategy epoch --dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'",
+              lambda run: "--eval_strategy epoch" + f" {HELD_OUT}" * run.place.by_train_py,
+              "After the imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
+    error_row("the_best_model_is_saved", "load_best_model_at_end",
+              lambda run: run["load_best_model_at_end"] and run["save_strategy"] == "no" != run["eval_strategy"],
+              "needs saved models, of which it loads the best", "--save_strategy {eval_strategy}",
               "After the imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
     error_row("saving_the_best_needs_evaluation", "save_strategy",
               lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
@@ -322,13 +327,22 @@ _ADVICE = (
     # Trains differently from what the user may expect
     advice_row("fp16_needs_a_gpu", "fp16",
                lambda run: run["fp16"] and not (run["bf16"] or run.hardware.cuda or uses_deepspeed(run)),
-               "does nothing on a CPU: this run trains in fp32", "use --bf16 instead, or leave it out",
+               "does nothing on a CPU: this run trains in fp32", "use --bf16, or leave fp16 out",
                "The run reports fp16, but trains in fp32."),
     advice_row("sixteen_bit_weights_lose_small_updates", "dtype",
                lambda run: run["dtype"] != "float32" and not run["use_peft"] and not uses_deepspeed(run)
                and not _unscales_its_weights(run),
                "{dtype} weights round small updates away", "--dtype float32 with --bf16, which computes in 16 bits",
                "AdamW's updates are mostly smaller than the last bit of a 16-bit weight."),
+
+    advice_row("a_resume_repeats_the_shuffle", "accelerator_config",
+               lambda run: accelerator_config(run).get("use_seedable_sampler", True) is False,
+               "use_seedable_sampler false: a resume within an epoch trains other examples than the run would have",
+               "leave use_seedable_sampler out", "No generator of the sampler is saved, so the order is drawn anew."),
+    advice_row("a_stream_has_no_epochs", "dataset_streaming",
+               lambda run: run["dataset_streaming"] and "epoch" in (run["save_strategy"], run["eval_strategy"]),
+               "has no epochs: a strategy of 'epoch' saves or evaluates once, at the end",
+               "--save_strategy steps, --eval_strategy steps", "A kill would lose everything."),
 
     # Costs time
     advice_row("compiling_needs_one_shape", "torch_compile", lambda run: compiles(run) and not run["packing"],
@@ -359,12 +373,12 @@ _OF_TRAIN_PY = (
               lambda run: run["task"] == "sequence_classification",
               "is for language models, not for sequence_classification", "leave it out",
               "Joined examples would share one label, and a label has no assistant or completion part."),
-    error_row("dispatched_batches_have_one_shape", "accelerator_config",
-              lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1
-              and not run["packing"],
-              "dispatch_batches needs batches of equal length, and the lengths here vary",
-              "--packing, or leave dispatch_batches out",
-              "The first step fails: `You can't use batches of different size with dispatch_batches=True`."),
+    error_row("batches_are_not_dispatched", "accelerator_config",
+              lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1,
+              "dispatch_batches needs batches of equal length, and divides an epoch's last batch in another way",
+              "leave dispatch_batches out: each process reads its own batches",
+              "The first step fails: `You can't use batches of different size with dispatch_batches=True`. With "
+              "--packing, the losses of examples that fill up the last batch are counted."),
 
     # Data
     error_row("only_the_demonstration_has_no_data", "dataset_name",
@@ -406,7 +420,7 @@ _OF_TRAIN_PY = (
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
                lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],
                "is 'no', so nothing shows when the model overfits",
-               "--eval_strategy epoch --dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"),
+               f"--eval_strategy epoch {HELD_OUT}"),
 
     # What train.py does, and what it does not
     error_row("a_training_trains", "do_train", lambda run: run.explicit("do_train") and not run["do_train"],

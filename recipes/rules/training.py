@@ -164,13 +164,14 @@ def best_metric_is_reported(run):
     wanted = run["metric_for_best_model"]
     if not wanted or run["eval_strategy"] == "no":
         return
-    known = ["loss"]
+    known = usual = ["loss"]
     if run["task"] == "sequence_classification" and not run["prediction_loss_only"]:
         kinds = [run["problem_type"]] if run["problem_type"] else list(METRICS)  # None: the data decides later
-        known += dict.fromkeys(metric for kind in kinds for metric in METRICS[kind])
+        usual = [*known, *METRICS[kinds[0]]]  # those of one label
+        known = [*known, *dict.fromkeys(metric for kind in kinds for metric in METRICS[kind])]
     speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
     if wanted.removeprefix("eval_") not in (*known, *speeds):
-        fix = nearest(wanted, known) or " or ".join([name for name in known if wanted in name] or known)
+        fix = nearest(wanted, known) or " or ".join([name for name in usual if wanted in name] or known)
         yield Problem("metric_for_best_model", f"{wanted} is not reported by the evaluation", fix)
 
 

@@ -49,7 +49,7 @@ def test_the_label_column_decides_the_problem_type_and_the_classes(name, tmp_pat
     data = load_data(labelled(tmp_path, labels, problem_type=wanted), tokenizer)
     assert (data.problem_type, data.labels, batch_of(data)) == (kind, names, batch)
     words = {SINGLE: f"{len(names)} classes", MULTI: f"multi-label: {len(names)} labels", REGRESSION: "regression"}
-    assert words[kind] in data.description
+    assert words[kind] in data.description and (kind == REGRESSION or ", ".join(names) in data.description)
     assert [*shown_examples(data, tokenizer, 1)] == [f"text 0 -> {labels[0]}"]
 
 

@@ -46,8 +46,10 @@ FLAGS = {
     "classification_takes_rows_as_they_are": (CLASSIFY, "--packing", ""),
     "a_mixture_is_for_language_models": ("--task sequence_classification --dataset_name a", "b", ""),
     "a_stream_is_told_how_long": ("--dataset_name d --dataset_streaming", "", "--max_steps 9"),
+    "a_stream_has_no_epochs": (f"{STREAM} {EVAL} --save_strategy", "epoch", "steps"),
     "a_stream_has_no_classes": (f"{CLASSIFY} --max_steps 9", "--dataset_streaming", ""),
     "the_best_model_needs_evaluation": (BEST, "", EVAL),
+    "the_best_model_is_saved": (f"{BEST} {EVAL} --save_strategy", "no", "steps"),
     "a_training_trains": ("--do_train", "false", ""),
     "evaluating_needs_data": ("--eval_on_start", "", EVAL),
     "accuracy_is_computed_at_the_end": (CLASSIFY, "--batch_eval_metrics", ""),
@@ -67,8 +69,10 @@ CASES = {name: (Run(f"{flags} {bad}"), Run(f"{flags} {good}")) for name, (flags,
 CASES |= {
     "batches_are_not_split": (Run(SPLIT, world=2), Run(SPLIT)),
     "batches_come_out_even": (Run(EVEN, world=2), Run(EVEN)),
-    "dispatched_batches_have_one_shape": (
-        Run(f"{DISPATCHED} --packing false", world=2), Run(f"{DISPATCHED} --packing", world=2)),
+    "batches_are_not_dispatched": (Run(DISPATCHED, world=2), Run(DISPATCHED)),
+    "a_resume_repeats_the_shuffle": (
+        Run('--accelerator_config {"use_seedable_sampler":false}'),
+        Run('--accelerator_config {"use_seedable_sampler":true}')),
     "bf16_needs_sm80": (Run("--bf16", hardware=machine(T4)), Run("--bf16 --use_cpu", hardware=machine(T4))),
     "tf32_needs_sm80": (Run("--tf32 true", hardware=machine(T4)), Run("--tf32 true", hardware=machine(A100))),
     "fp16_needs_a_gpu": (Run("--fp16"), Run("--fp16", hardware=machine(T4))),

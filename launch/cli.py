@@ -132,7 +132,7 @@ def _require_known(rest: list[str], parser: Parser, command: Command) -> None:
         similar = get_close_matches(flag[2:].replace("-", "_"), [*parser.flags, *known], n=1, cutoff=0.7)
         fix = f"--{similar[0]}" if similar and similar[0] in parser.flags else ""
         if fix or not command.train_flags:
-            other = "write train.py's flags after --" if is_submit else f"see `{parser.prog} --help`"
+            other = f"see `{parser.prog} --help`" + "; train.py's flags come after --" * is_submit
             other = f"put the prompt in quotes, or {other}" if parser.prog.endswith("generate") else other
             raise mistake(flag, f"is not an argument of `{parser.prog}`", fix or other)
 
@@ -151,7 +151,7 @@ def _no_command(name: str) -> UserError:
 
 
 def _parser(name: str, command: Command) -> Parser:
-    """Return the parser of `recipes`, with every subcommand that this command's modules add."""
+    """Return the parser of `recipes`, with the commands that the modules of `command` add."""
     parser = Parser("recipes", usage=_USAGE)
     commands = parser.add_subparsers(prog="recipes", required=True, metavar="COMMAND")
     modules = [import_module(module) for module in command.modules]

@@ -66,12 +66,12 @@ def test_the_readme_names_every_recipe():
 @pytest.mark.slow
 def test_readmes_chat_example_trains_generates_evaluates_loads_and_merges(tiny_model, tmp_path):
     """Word for word, with a tiny model in place of the Hub's."""
-    chats, train, use, load, merge = [content for kind, content in BLOCKS if kind in ("json", "bash", "python")][1:6]
+    chats, train, use, merge, load = [content for kind, content in BLOCKS if kind in ("json", "bash", "python")][1:6]
     (tmp_path / "chats.jsonl").write_text(chats)
     (tmp_path / "load.py").write_text(load)
     commands = train.replace("Qwen/Qwen3-0.6B", str(tiny_model)).replace("source .venv/bin/activate\n", "")
     start = f'set -e\nrecipes() {{ {sys.executable} -m launch "$@"; }}\n'
-    script = f"{start}{commands}{use}{sys.executable} load.py > answer.txt\n{merge}"
+    script = f"{start}{commands}{use}{merge}{sys.executable} load.py > answer.txt"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -40,22 +40,22 @@ MOST_LINES = 800  # of a file, which is one concept
 # lowered, but for legal, planner, host, commands, rules, data, jobs and training.
 BUDGETS = {
     "recipes": 780,
-    "recipes/legal": 478,
+    "recipes/legal": 482,
     "recipes/run": 1840,
-    "recipes/rules": 2356,
+    "recipes/rules": 2372,
     "recipes/planner": 3048,
     "recipes/scaling": 1160,
-    "launch": 523,
-    "launch/commands": 1250,
-    "launch/data": 1953,
-    "launch/doctor": 1283,
+    "launch": 522,
+    "launch/commands": 1251,
+    "launch/data": 1964,
+    "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,
     "launch/host": 1129,
-    "launch/jobs": 1381,
-    "launch/output": 1444,
+    "launch/jobs": 1380,
+    "launch/output": 1453,
     "launch/scaling": 886,
-    "launch/training": 2231,
+    "launch/training": 2260,
 }
 
 

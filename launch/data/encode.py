@@ -89,7 +89,7 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
         return read_chat(row, column, tokenizer, run["assistant_only_loss"], completes and only is not False)
     for flag, needed in LEARNED_ONLY.items():
         if run[flag] and not (completes and flag.startswith("completion")):
-            raise mistake(flag, f"the row has no {needed}", f"use data with {needed}, or leave the flag out")
+            raise mistake(flag, f"the row has no {needed}", f"use data with {needed}, or --{flag} false")
     if is_text:
         text = _text(row, own[0], "dataset_text_field")
         return Text(text, "", learns_prompt=True) if text else None
@@ -102,7 +102,7 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
     value = row.get(column)
     if not isinstance(value, str | None):
         what = f"holds {one_line(repr(value)[:100])} in the column {column!r}, which is not text"
-        fix = "put text in this column in every row; numbers in a .csv and dates stay text in a .parquet: "
+        fix = "put text in this column in every row, or write a .parquet: for the numbers of a .csv, "
         raise mistake(subject, what, f"{fix}pandas.read_csv(FILE, dtype=str).to_parquet(NEW_FILE)")
     return value or ""
 

@@ -165,11 +165,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
-    """Return a reader's shards, its index among the readers that share these shards, and the number
-    of these readers. Readers that share shards take rows in turns.
+    """Return a reader's shards, its index among the readers of these shards, and their number. They
+    take rows in turns. A reader is one data worker of a rank.
 
     Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
-    rows are a new object, because all workers of a process share the old object's epoch number.
+    rows have an epoch number of their own; all workers of a process share that of `rows`.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)

@@ -102,12 +102,8 @@ def versions(request: Request) -> Check:
     try:
         declared = metadata.metadata("accelerate-recipes")
     except metadata.PackageNotFoundError:  # a clone that is not installed
-        return Check(
-            "warning",
-            "versions",
-            "the supported versions are unknown here",
-            "pip install -e . in the clone of accelerate-recipes",
-        )
+        fix = "pip install -e . in the clone of accelerate-recipes"
+        return Check("warning", "versions", "unknown, because this clone is not installed", fix)
     named = map(Requirement, declared.get_all("Requires-Dist") or [])
     wanted = {one.name: one for one in named if not one.marker or one.marker.evaluate({"extra": ""})}
     installed = {name: version(name) for name in wanted}
@@ -182,7 +178,7 @@ def visible_gpus(request: Request) -> Check:
     if visible and listed and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed])
         if invalid is not None:
-            what = f"CUDA sees {len(seen)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is not a GPU, or is repeated"
+            what = f"{invalid!r} in CUDA_VISIBLE_DEVICES={visible} is no GPU or is repeated, so CUDA sees {len(seen)}"
             return Check("error", "GPUs", what, f"use each index from 0 to {len(listed) - 1} at most once")
     if not seen and listed and not hidden:
         what = f"nvidia-smi lists {len(listed)}, but CUDA finds none"

@@ -42,7 +42,7 @@ def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
 
 def loopback() -> Check:
     device = next((name for name in psutil.net_if_stats() if name in ("lo", "lo0")), "lo")
-    fix = f"`ip link set {device} up; ip addr replace {_LOOPBACK}/8 dev {device}`, or allow loopback in the sandbox"
+    fix = f"`ip link set {device} up; ip addr replace {_LOOPBACK}/8 dev {device}`; in a sandbox, allow loopback"
     state = psutil.net_if_stats().get(device)
     if state is not None and not state.isup:
         return Check("error", "loopback", f"{device} is down", fix, fatal=True)

@@ -105,7 +105,7 @@ class _Attempts:
         self.stages = tuple(stage for stage in (STAGES if request.processes > 1 else OF_ONE) if stage in needed)
         again = self.run("trying the same run again")
         if again is None:
-            fix = "run the doctor again several times: a rare failure will end a training too; `dmesg` may show why"
+            fix = "run the doctor again a few times: even a rare failure can end a training; see also `dmesg`"
             return replace(first, what=f"failed 1 of 2 tries: {first.what}").check(fix)
         if request.seconds_left <= 0:
             return first.check(f"{first.fix}; --timeout {4 * request.timeout} leaves time to look for a fix")

@@ -242,7 +242,7 @@ def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
         count = int(environment.get(variable, "1") or 1)
         if count > 1 and not {"RANK", "WORLD_SIZE"} <= set(environment):
             what = f"{starter} started {count} processes that would each train a model of their own"
-            raise mistake(variable, what, f"start one process per node with {starter}, and `accelerate launch` in it")
+            raise mistake(variable, what, f"use {starter} to start one `accelerate launch` on each node")
 
 
 def prepare_process(run: RunSpec) -> None:

@@ -273,7 +273,7 @@ def _remote(name: str, uri: str) -> str:
     if _REMOTE.fullmatch(uri):
         return uri
     fix = "use azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
-    what = "is neither a data asset nor a uri of storage" + ", and no local path" * (name == "data")
+    what = "is not a data asset or a uri of storage" + ", nor a local path" * (name == "data")
     raise mistake(name, f"{uri} {what}", fix)
 
 

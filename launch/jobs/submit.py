@@ -194,7 +194,7 @@ def _begun(folder: Path) -> str:
 
 
 def _described(folder: Path) -> tuple[str, str, str]:
-    """Return a run's target, state, and last log line, or why the target cannot be reached."""
+    """Return a run's target, state, and last log line (or why the target gives no state)."""
     submission = submitted(folder)
     outcome = _outcome(folder, submission)
     if submission is None:

@@ -6,6 +6,10 @@ The tables omit legal names, and names whose most similar legal name is the fix 
 _GONE_5_0 = "was removed in transformers 5.0"
 _OTHER = "has another name here"
 _FLASH = (_OTHER, "attn_implementation: flash_attention_2")
+_SPLIT = (
+    "is a split of dataset_name here",
+    "name a folder: its files train.csv and test.csv (or .jsonl) are its splits",
+)
 
 # old name -> (what happened, what to write instead): Trainer's old names, and names in other tools
 RENAMED: dict[str, tuple[str, str]] = {
@@ -30,8 +34,9 @@ RENAMED: dict[str, tuple[str, str]] = {
     "eos_token": ("is not needed: a model stops where its chat template ends an answer", "leave it out"),
     "pad_token": ("is not needed: padding is never learned", "leave it out"),
     "val_set_size": (_OTHER, "dataset_test_split with the value train[90%:]"),
+    **dict.fromkeys("validation_file test_file eval_file eval_dataset".split(), _SPLIT),
     "padding_free": ("is not needed: packed rows have little padding", "packing"),
-    "use_lora": (_OTHER, "use_peft"),
+    **dict.fromkeys("lora use_lora".split(), (_OTHER, "use_peft")),
     "use_qlora": (_OTHER, "load_in_4bit, with use_peft"),
     "lora_rank": ("has another name here, as in peft", "lora_r"),
     "dataset": ("has another name here, as in TRL", "dataset_name"),
@@ -63,8 +68,7 @@ ELSEWHERE: dict[str, str] = {
     "fsdp_version": "set it in fsdp_config of the Accelerate YAML",
     "even_batches": 'accelerator_config: {"even_batches": ...}',
     "sync_each_batch": 'accelerator_config: {"gradient_accumulation_kwargs": {"sync_each_batch": true}}',
-    "train_batch_size": "global_batch_size, or per_device_train_batch_size",
-    "batch_size": "global_batch_size, or per_device_train_batch_size",
+    **dict.fromkeys("train_batch_size batch_size".split(), "--global_batch_size, or --per_device_train_batch_size"),
     "gpu_ids": "set it in the Accelerate YAML, or set the environment variable CUDA_VISIBLE_DEVICES",
     "dynamo_backend": "torch_compile, with torch_compile_backend",
 }

@@ -270,8 +270,8 @@ def requests_of(memory: Memory, states: Components) -> Requests:
 
     Two steps are needed because the first update puts the optimizer's state where activations were.
     With accumulation, each step has two micro-batches: a third would only repeat the second. With
-    DeepSpeed and FSDP, each part of `states` is one allocation at the start; parameters include the
-    most ever gathered. In each step, ZeRO-1 and ZeRO-2 hold a bucket until the backward ends.
+    DeepSpeed and FSDP, each step has one, and each part of `states` is one allocation at the start.
+    In each step, ZeRO-1 and ZeRO-2 hold a bucket until the backward ends.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights

@@ -444,7 +444,7 @@ class Memory:
 
     @property
     def frozen_width(self) -> int:
-        """Bytes of a frozen parameter between steps, unless the parameter is in 4 bits."""
+        """Bytes between steps for each frozen parameter that is not in 4 bits."""
         # FSDP's shards of frozen weights keep the dtype in which the weights were loaded.
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 
@@ -507,7 +507,7 @@ class Memory:
     def update(self) -> int:
         """Bytes that the update allocates temporarily; 0 with offload.
 
-        DeepSpeed gives torch's optimizer one flat fp32 parameter, ZeRO-3 one per billion weights.
+        DeepSpeed gives torch's optimizer a flat fp32 parameter; ZeRO-3, one per billion weights.
         """
         if self.offloads:
             return 0

@@ -396,12 +396,11 @@ def at_batch(traced: Traced, copies: int, times: float) -> Traced:
 
 
 def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> Traced:
-    """Extrapolate from traces of three lengths to another length. All have equally many tokens.
+    """Extrapolate from traces of three lengths to another length. All hold equally many tokens.
 
-    The result has three moments: with the most activations and logits, with the largest total,
-    and with all gradients. At equally many tokens, a size is constant (most are), grows with the
-    length (attention scores), or shrinks (the state of a sequence). Nine allocations replace all
-    others: gradients, activations and logits of each moment.
+    So a size is constant (most are), grows with the length (attention scores), or shrinks (the
+    state of a sequence). The result has nine allocations: gradients, activations and logits at
+    three moments, with the most activations and logits, the largest total, and all gradients.
     """
     kinds = np.array([(1, one, 1 / one) for one in lengths])
     weights = np.linalg.solve(kinds.T, (1, length, 1 / length))

@@ -112,8 +112,8 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
 
 
 def _launched_engine(place: Place) -> Engine:
-    """The engine that a launcher has set up for this process, or else one process. accelerate uses
-    FSDP on GPUs only: on a CPU, an FSDP launch of several processes trains plain DDP.
+    """The engine that a launcher has set up for this process, or else that of `single.yaml`. FSDP
+    needs GPUs in accelerate: on a CPU, an FSDP launch of several processes trains plain DDP.
     """
     ignored = () if place.hardware.can_shard else ("ACCELERATE_USE_FSDP",)
     around = from_environment({name: value for name, value in place.environment.items() if name not in ignored})

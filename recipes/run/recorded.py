@@ -102,9 +102,9 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
-    """Return the recorded values that are derived differently here, except files, secrets, illegal
-    values and values that another machine decided. `derived` is the run that the written settings
-    give here, on as many processes as recorded.
+    """Return the recorded values that differ from `derived`: the run that the user's settings give
+    here, on as many processes as recorded. Left out are the batch, files, secrets, illegal values,
+    and values that another machine decided.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}

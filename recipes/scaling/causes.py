@@ -78,7 +78,7 @@ class Losses:
 
 
 def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Losses:
-    """Return the losses of a step. `row` holds the medians of `repeats`.
+    """Return the time that a step loses. `row` holds the medians of `repeats`.
 
     Empty without a step time. A cause is left out if its value or its reference was not measured.
     """
@@ -194,7 +194,7 @@ class Training:
 
     @cached_property
     def _times_alone(self) -> dict[int, float]:
-        """The seconds that one process computes for a step, by the step's samples, ascending."""
+        """Seconds that one process computes per step, by global batch in ascending order."""
         seconds = {batch: [*filter(None, map(_computing, rows))] for batch, rows in sorted(self._alone.items())}
         return {batch: median(times) for batch, times in seconds.items() if times}
 

@@ -42,7 +42,7 @@ MISTAKES = {
     "list --learning_rate 1": "see `recipes list --help`",
     "generate outputs/none How do I": "put the prompt in quotes",
     "train --task sequence_classification --eval_strategy epoch --metric_for_best_model f1": "Fix: f1_macro or",
-    "submit slurm --output_dir out": "write train.py's flags after --",
+    "submit slurm --output_dir out": "train.py's flags come after --",
     "doctor --nodes 2": "main_process_ip",
     "doctor --nodes 2 --main_process_ip n1 --machine_rank 2": "0 to 1",
     "doctor --nodes 2 --main_process_ip n1 --num_processes 3": "a multiple of 2",
@@ -75,7 +75,7 @@ MISTAKES = {
     f"submit azureml --compute c -- --dataset_name ../here.jsonl {MODEL}": "copy the file here",
     "submit azureml --compute c -- --fresh": "--output_uri",
     **{
-        f"submit azureml --compute c --data {place} -- {MODEL}": "is neither a data asset nor a uri of storage"
+        f"submit azureml --compute c --data {place} -- {MODEL}": "is not a data asset or a uri of storage"
         for place in ("azureml:texts", "azureml:texts:x:y", "hf://x")
     },
 }

@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/scaling": 1160,
     "launch": 522,
     "launch/commands": 1251,
-    "launch/data": 1964,
+    "launch/data": 1965,
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,

@@ -57,18 +57,19 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
     has = new_names(columns, part).values()
     said = f"{part.name or 'the data'} has {', '.join(has)}"
     if run["task"] == "sequence_classification":
-        fields, instead = ["dataset_text_field", "dataset_label_field"], ""
+        fields = ["dataset_text_field", "dataset_label_field"]
+        instead = "rename columns, as in --dataset_columns review=text sentiment=label; or "
     else:
         found = formats(run, has)
         is_text = found == [(run["dataset_text_field"],)]
-        if is_text and run["dataset_label_field"] in has:
-            what = f"{said}: a language model learns the text, and no {run['dataset_label_field']}"
-            return [Problem("task", what, "--task sequence_classification if it should", severity="advice")]
         fields = [] if found else ["dataset_text_field"]
         instead = f"rename columns, as in --dataset_columns question=prompt answer=completion, to get {_FORMATS}; or "
         for flag, needed in LEARNED_ONLY.items():
             if run[flag] and is_text:
                 return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or --{flag} false")]
+        if is_text and run["dataset_label_field"] in has:
+            what = f"{said}: a language model learns the text, and no {run['dataset_label_field']}"
+            return [Problem("task", what, "--task sequence_classification if it should", severity="advice")]
     return [
         Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to one of these columns")
         for field in fields

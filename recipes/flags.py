@@ -45,7 +45,7 @@ class RunFlags:
     lora_r: int = flag(16, "rank of the LoRA matrices")
     lora_alpha: int = flag(32, "LoRA's updates are multiplied by lora_alpha / lora_r")
     lora_dropout: float = flag(0.05, "dropout before the LoRA matrices")
-    lora_target_modules: list[str] | None = flag(None, "adapted modules; without it, all linear layers but the head")
+    lora_target_modules: list[str] | None = flag(None, "modules to adapt: q_proj v_proj [linear layers but the head]")
     use_dora: bool = flag(False, "DoRA: LoRA with a trained magnitude for each output; needs --use_peft")
     load_in_4bit: bool = flag(False, "QLoRA: the frozen weights in 4 bits (bitsandbytes); needs --use_peft")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", "4-bit type of the frozen weights")

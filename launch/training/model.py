@@ -392,6 +392,6 @@ def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
     modules = {f".{name}": type(module).__name__ for name, module in model.named_modules()}
     if missing := [target for target in wanted if not any(name.endswith(f".{target}") for name in modules)]:
         linear = {name.rpartition(".")[2] for name, kind in modules.items() if re.search("Linear|Conv1D", kind)}
-        fix = "choose from " + ", ".join(sorted(linear)[:12])
+        fix = "choose, separated by spaces, from " + ", ".join(sorted(linear)[:12])
         raise mistake("lora_target_modules", f"the model has no module {', '.join(missing)}", fix)
     return wanted

@@ -51,6 +51,7 @@ _OFF = {
     "eval_strategy": "epoch", "save_strategy": "steps", "load_best_model_at_end": False, "push_to_hub": False,
     "report_to": "none", "measure": None, "early_stopping_patience": None, "fresh": False,
     "resume_from_checkpoint": None, "deepspeed": None, "fsdp": None, "torch_compile": False, "from_scratch": False,
+    "dataloader_drop_last": False,
 }  # fmt: skip
 
 

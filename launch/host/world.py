@@ -240,7 +240,7 @@ def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
     starters = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
     for variable, starter in starters.items():
         count = int(environment.get(variable, "1") or 1)
-        if count > 1 and not {"RANK", "WORLD_SIZE"} <= set(environment):
+        if count > 1 and not {"RANK", "WORLD_SIZE"} <= set(environment) and "SLURM_PTY_PORT" not in environment:
             what = f"{starter} started {count} processes that would each train a model of their own"
             raise mistake(variable, what, f"use {starter} to start one `accelerate launch` on each node")
 

@@ -51,8 +51,8 @@ CHANGES_COURSE = (
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
     "label_smoothing_factor neftune_noise_alpha lora_dropout bf16 fp16 tf32 early_stopping_patience"
 ).split()
-# The best model is known by these settings, so a run that looks for it keeps them.
-CHOOSES_THE_BEST = ("metric_for_best_model", "dataset_test_split")
+# A run that compares its evaluations keeps these settings.
+COMPARES_BY = ("metric_for_best_model", "greater_is_better", "dataset_test_split")
 # The setting that names an input of a run -> the field of the record with its fingerprint.
 MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}
 # Settings for paths, prints, tokenizing and the start, which do not change the training itself.
@@ -265,6 +265,8 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
     then = {name: entry["value"] for name, entry in old.get("settings", {}).items()}
     if not (then.get("packing") and run["packing"]):
         then.pop("packing_strategy", None)
+    if not (then.get("load_in_4bit") and run["load_in_4bit"]):
+        then = {name: value for name, value in then.items() if "bnb" not in name}
     return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
 
 

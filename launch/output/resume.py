@@ -289,11 +289,11 @@ def _skip(checkpoint: Checkpoint) -> str:
 
 def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -> None:
     kept = [name for name in record.KEPT_BY_RESUME if run.explicit(name) and name not in _NO_OTHER_MODEL]
-    had_a_best = old.get("settings", {}).get(BEST_MODEL, {}).get("value")
-    best = record.CHOOSES_THE_BEST if had_a_best and run[BEST_MODEL] else ()
-    changed = record.changes(old, run, [*record.IDENTITY, *kept, *best])
-    if {*changed.get("metric_for_best_model", ())} <= {None, "loss", "eval_loss"}:  # three names of one metric
-        changed.pop("metric_for_best_model", None)
+    metric, had = "metric_for_best_model", {name: one["value"] for name, one in old.get("settings", {}).items()}
+    compares = [values.get(BEST_MODEL) or values.get(metric) for values in (had, run)]
+    changed = record.changes(old, run, [*record.IDENTITY, *kept, *(record.COMPARES_BY if all(compares) else ())])
+    if len({(name or "loss").removeprefix("eval_") for name in changed.get(metric, ())}) == 1:  # one metric
+        del changed[metric]
     if run["problem_type"] is None:  # the data decides the type, and is the same
         changed.pop("problem_type", None)
     if run["use_peft"] and not run.explicit("dtype"):  # the dtype of frozen weights depends on the GPU

@@ -103,9 +103,7 @@ def _of_numbers(predicted: np.ndarray, right: np.ndarray) -> dict[str, float]:
 
 
 def _joined(given: Any) -> np.ndarray:
-    """Join all examples into one array. If a model has several outputs, the first is its logits.
-
-    With `--eval_do_concat_batches false`, `given` is a list with one entry per batch.
+    """Join all examples into one array. With `--eval_do_concat_batches false`, `given` is a list
+    with one entry per batch.
     """
-    batches = given if isinstance(given, list) else [given]
-    return np.concatenate([batch[0] if isinstance(batch, tuple) else batch for batch in batches])
+    return np.concatenate(given if isinstance(given, list) else [given])

@@ -127,8 +127,10 @@ class RecipeTrainer(CommittingTrainer):
         self._last_round = examples_in_last_round(kwargs["train_dataloader"])
         set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         group = self.args.process_index // self.get_tp_size()
-        if group and not self.state.global_step:  # not earlier: accelerate shuffles by the seed that is set then
-            torch.manual_seed(self.args.seed + group)  # else all ranks drop the same units (transformers#31412)
+        # Else all ranks drop the same units (transformers#31412). Not earlier, because accelerate
+        # shuffles by the seed that it finds. The state in a rank's checkpoint is loaded later.
+        if group and self.state.global_step == self._initial_global_step:
+            torch.manual_seed(self.args.seed + group)
         return super()._run_epoch(*args, **kwargs)
 
     def training_step(self, *args, **kwargs):
@@ -325,7 +327,8 @@ class RecipeTrainer(CommittingTrainer):
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
         early = next((one for one in self.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)), None)
-        if early and (stored := self.state.stateful_callbacks.get("EarlyStoppingCallback")):
+        stored = self.state.stateful_callbacks.get("EarlyStoppingCallback")
+        if early and isinstance(stored, dict):
             stored["args"]["early_stopping_patience"] = early.early_stopping_patience  # else a new value had no effect
         super()._load_callback_state()
         for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer expects all of them when it saves

@@ -207,6 +207,13 @@ def _compares(run: RunSpec) -> bool:
     return bool(run["metric_for_best_model"] or run["load_best_model_at_end"])
 
 
+def _evaluations(run: RunSpec) -> str:
+    """Return the flags that add evaluations to a run that looks for its best model."""
+    by_steps = run["dataset_streaming"] or (run.explicit("save_strategy") and run["save_strategy"] == "steps")
+    held_out = f" {HELD_OUT}" * (run.place.by_train_py and not run["dataset_streaming"])
+    return f"--eval_strategy {'steps' if by_steps else 'epoch'}{held_out}"
+
+
 def _asks_deepspeed_for_its_rate(run: RunSpec) -> bool:
     """True if the schedule reads the learning rate from an optimizer that DeepSpeed has wrapped."""
     name, content = run["lr_scheduler_type"], run.engine.json or {}
@@ -231,7 +238,8 @@ _ERRORS = (
               "split_batches divides the micro-batch by the number of processes: the global batch gets smaller."),
     error_row("batches_come_out_even", "accelerator_config",
               lambda run: accelerator_config(run).get("even_batches", True) is False
-              and run.world_size > 1 and not (run["dataloader_drop_last"] and run["eval_strategy"] == "no"),
+              and run.world_size > 1
+              and not (run["dataloader_drop_last"] and (run["eval_strategy"] == "no" or not run.place.by_train_py)),
               "even_batches false can leave ranks waiting for each other until a timeout",
               "leave even_batches on: the loss ignores examples that only fill up the last batch",
               "If a rank has one batch fewer, the other ranks wait for this rank until a timeout."),
@@ -276,11 +284,12 @@ _ERRORS = (
     error_row("the_best_model_needs_evaluation", "load_best_model_at_end",
               lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == "no" != run["save_strategy"],
               "needs evaluations to find the best model",
-              lambda run: "--eval_strategy epoch" + f" {HELD_OUT}" * run.place.by_train_py,
+              _evaluations,
               "After the imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
     error_row("the_best_model_is_saved", "load_best_model_at_end",
-              lambda run: run["load_best_model_at_end"] and run["save_strategy"] == "no" != run["eval_strategy"],
-              "needs saved models, of which it loads the best", "--save_strategy {eval_strategy}",
+              lambda run: run["load_best_model_at_end"]
+              and run["save_strategy"] not in (run["eval_strategy"], "best") and run["eval_strategy"] != "no",
+              "needs a model saved at each evaluation", "--save_strategy {eval_strategy}",
               "After the imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
     error_row("saving_the_best_needs_evaluation", "save_strategy",
               lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),

@@ -240,7 +240,7 @@ def test_a_resume_with_another_measure_of_the_best_model_is_refused(flags, stopp
     name = "load_best_model_at_end"
     rewrite(stopped, settings={**settings, name: {**settings[name], "value": True}})
     assert f"with {flags.split()[0][2:]} None" in refused(asked(stopped, *SIX_STEPS, f"--{name}", *flags.split()))
-    assert look_ahead(asked(stopped, *SIX_STEPS, f"--{name}", "--metric_for_best_model", "loss")) is None
+    assert look_ahead(asked(stopped, *SIX_STEPS, f"--{name}", "--metric_for_best_model", "eval_loss")) is None
 
 
 def test_a_new_hub_model_commit_is_refused_and_model_revision_is_advised(finished, asked, found, tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ FLAGS = {
     "a_stream_has_no_epochs": (f"{STREAM} {EVAL} --save_strategy", "epoch", "steps"),
     "a_stream_has_no_classes": (f"{CLASSIFY} --max_steps 9", "--dataset_streaming", ""),
     "the_best_model_needs_evaluation": (BEST, "", EVAL),
-    "the_best_model_is_saved": (f"{BEST} {EVAL} --save_strategy", "no", "steps"),
+    "the_best_model_is_saved": (f"{BEST} --eval_strategy steps --save_strategy", "no", "best"),
     "a_training_trains": ("--do_train", "false", ""),
     "evaluating_needs_data": ("--eval_on_start", "", EVAL),
     "accuracy_is_computed_at_the_end": (CLASSIFY, "--batch_eval_metrics", ""),
@@ -168,6 +168,7 @@ ALSO_FIRES = [
     ("saving_the_best_needs_evaluation", Run(f"--save_strategy best {EVAL}"), "save_strategy"),  # without a metric
     ("early_stopping_needs_evaluation", Run(f"--early_stopping_patience 3 {EVAL}"), "early_stopping"),
     ("the_schedule_works_under_deepspeed", Run(f'{MIN_LR} {{"min_lr":1e-6}}', yaml="memory.yaml"), "lr_scheduler"),
+    ("the_best_model_is_saved", Run(f"{BEST} --eval_strategy epoch --save_strategy steps"), "load_best"),
     ("compiling_needs_one_shape", Run("--torch_compile_mode default --packing false"), "torch_compile"),
     ("only_the_demonstration_has_no_data", Run("--task sequence_classification"), "dataset_name"),
     ("learning_rates_are_usual", Run("--model_name_or_path gpt2 --dataset_name d --use_peft"), "learning_rate"),

@@ -59,7 +59,7 @@ NAMES = {
 _OF_OBJECTS = """
     _action_groups _group_actions _n_gpu _experts_implementation _is_hf_initialized _drop_last _param_dict
     _config _train_batch_size _dynamo _inductor _exit _current_frames _asdict _replace _SubParsersAction _indices
-    _last_lr _initial_global_step
+    _last_lr
 """.split()
 
 

@@ -129,7 +129,7 @@ class RecipeTrainer(CommittingTrainer):
         group = self.args.process_index // self.get_tp_size()
         # Else all ranks drop the same units (transformers#31412). Not earlier, because accelerate
         # shuffles by the seed that it finds. The state in a rank's checkpoint is loaded later.
-        if group and self.state.global_step == self._initial_global_step:
+        if group and not self.timing.steps_trained:
             torch.manual_seed(self.args.seed + group)
         return super()._run_epoch(*args, **kwargs)
 

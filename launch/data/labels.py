@@ -32,9 +32,9 @@ class Target:
     numbers: Mapping[Any, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        names = ", ".join(self.names[:6]) + ", ..." * (len(self.names) > 6)
-        kinds = {SINGLE: f"{len(self.names):,} classes", MULTI: f"multi-label: {len(self.names):,} labels"}
-        return f"{kinds[self.problem_type]} ({names})" if self.problem_type in kinds else "regression"
+        count, names = f"{len(self.names):,}", ", ".join(self.names[:6]) + ", ..." * (len(self.names) > 6)
+        kinds = {SINGLE: f"{count} classes ({names})", MULTI: f"multi-label: {count} labels ({names})"}
+        return kinds.get(self.problem_type, "regression")
 
     def encode(self, label: Any) -> int | float | tuple[float, ...]:
         """Convert a label for a batch: to a class's index, a number, or a number for each class.

@@ -265,8 +265,6 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
     then = {name: entry["value"] for name, entry in old.get("settings", {}).items()}
     if not (then.get("packing") and run["packing"]):
         then.pop("packing_strategy", None)
-    if not (then.get("load_in_4bit") and run["load_in_4bit"]):
-        then = {name: value for name, value in then.items() if "bnb" not in name}
     return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
 
 

@@ -30,6 +30,7 @@ from launch.output.record import Earlier, new_run
 from launch.terminal import console, memory_size, print_note
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
+from recipes.rules.table import setting_is_read
 from recipes.run import BEST_MODEL, Json, RunSpec, fingerprints
 from recipes.run.files import read_json
 from recipes.scaling.timings import require_room
@@ -291,7 +292,8 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
     kept = [name for name in record.KEPT_BY_RESUME if run.explicit(name) and name not in _NO_OTHER_MODEL]
     metric, had = "metric_for_best_model", {name: one["value"] for name, one in old.get("settings", {}).items()}
     compares = [values.get(BEST_MODEL) or values.get(metric) for values in (had, run)]
-    changed = record.changes(old, run, [*record.IDENTITY, *kept, *(record.COMPARES_BY if all(compares) else ())])
+    names = [*record.IDENTITY, *kept, *(record.COMPARES_BY if all(compares) else ())]
+    changed = record.changes(old, run, [name for name in names if setting_is_read(run, name)])
     if len({(name or "loss").removeprefix("eval_") for name in changed.get(metric, ())}) == 1:  # one metric
         del changed[metric]
     if run["problem_type"] is None:  # the data decides the type, and is the same

@@ -60,7 +60,7 @@ def test_training_arguments_have_n_gpu_1_in_one_process_that_sees_two_gpus(tmp_p
 REFUSED = [
     (dict(lerning_rate=1e-4), "learning_rate"),
     (dict(use_peft=True), "has no such field"),
-    (dict(load_best_model_at_end=True), "needs evaluations to find the best model"),
+    (dict(load_best_model_at_end=True), r"find the best model .*Fix: --eval_strategy epoch\.$"),
     (dict(args_class=LikeTrl, loss_type="none"), "there is no such loss"),  # only the subclass knows
 ]
 

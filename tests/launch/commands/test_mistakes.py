@@ -41,7 +41,7 @@ MISTAKES = {
     "scale run --step 2": "Fix: --steps.",
     "list --learning_rate 1": "see `recipes list --help`",
     "generate outputs/none How do I": "put the prompt in quotes",
-    "train --task sequence_classification --eval_strategy epoch --metric_for_best_model f1": "Fix: f1_macro or",
+    "train --task sequence_classification --eval_strategy epoch --metric_for_best_model f1": "macro or f1_weighted.",
     "submit slurm --output_dir out": "train.py's flags come after --",
     "doctor --nodes 2": "main_process_ip",
     "doctor --nodes 2 --main_process_ip n1 --machine_rank 2": "0 to 1",

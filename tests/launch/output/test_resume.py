@@ -167,6 +167,10 @@ def test_a_run_resumes_if_the_same_model_and_data_are_at_another_path(stopped, f
     assert found(stopped, model=model, data=data).step == 6
 
 
+def test_a_setting_that_a_run_does_not_read_prevents_no_resume(stopped, found):
+    assert found(stopped, *SIX_STEPS, "--lora_r", "8", "--bnb_4bit_quant_type", "fp4").step == 6
+
+
 def test_a_run_killed_after_its_last_evaluation_reports_the_eval_loss_without_more_steps(tiny_model, texts, tmp_path):
     flags = [*SPLIT, *"--max_steps 2 --save_steps 2 --eval_strategy steps --eval_steps 2".split()]
     once = train_here(tiny_model, texts, tmp_path, *flags)
@@ -237,10 +241,10 @@ def test_a_resume_of_adapters_on_a_changed_base_model_is_refused(name, tiny_mode
 def test_a_resume_with_another_measure_of_the_best_model_is_refused(flags, stopped, asked):
     """The kept figure of the best model is of the old metric, on the old examples."""
     settings = read_record(stopped)["settings"]
-    name = "load_best_model_at_end"
+    name, best = "load_best_model_at_end", [*SIX_STEPS, "--eval_strategy", "steps", "--load_best_model_at_end"]
     rewrite(stopped, settings={**settings, name: {**settings[name], "value": True}})
-    assert f"with {flags.split()[0][2:]} None" in refused(asked(stopped, *SIX_STEPS, f"--{name}", *flags.split()))
-    assert look_ahead(asked(stopped, *SIX_STEPS, f"--{name}", "--metric_for_best_model", "eval_loss")) is None
+    assert f"with {flags.split()[0][2:]} None" in refused(asked(stopped, *best, *flags.split()))
+    assert look_ahead(asked(stopped, *best, "--metric_for_best_model", "eval_loss")) is None
 
 
 def test_a_new_hub_model_commit_is_refused_and_model_revision_is_advised(finished, asked, found, tmp_path, monkeypatch):

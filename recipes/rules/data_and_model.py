@@ -32,6 +32,7 @@ from recipes.rules.facts import (
 )
 from recipes.rules.local_model import (
     is_git_lfs_pointer,
+    is_rotary,
     max_positions,
     model_folder,
     text_config,
@@ -254,6 +255,25 @@ def the_model_can_do_the_task(run):
         )
 
 
+@rule_of_train_py
+def sequences_fit_the_model(run):
+    """A table of positions fails with `IndexError: index out of range in self`.
+
+    Rotary embeddings compute any position, so that a longer training extends the model's context.
+    """
+    positions = max_positions(known_config(run)) or math.inf
+    if not run.explicit("max_length") or run["max_length"] <= positions:
+        return  # train.py lowers a length that the user did not set
+    what, fix = (
+        f"{run['max_length']} tokens exceed the model's {positions} positions",
+        f"--max_length {positions} or less",
+    )
+    if is_rotary(known_config(run)):
+        yield advice("max_length", what, f"{fix}, or extend the positions by rope_parameters in config.json")
+    else:
+        yield Problem("max_length", what, fix)
+
+
 # --- LoRA -----------------------------------------------------------------------------------------
 
 
@@ -410,12 +430,6 @@ _OF_TRAIN_PY = (
               "predict",
               "choose a decoder, or --task sequence_classification",
               "An encoder trains without an error, and its loss falls only because it sees the tokens to predict."),
-    error_row("sequences_fit_the_model", "max_length",  # a length that the user did not set is lowered instead
-              lambda run: run.explicit("max_length")
-              and run["max_length"] > (max_positions(known_config(run)) or math.inf),
-              lambda run: f"{run['max_length']} tokens exceed the model's {max_positions(known_config(run))} positions",
-              lambda run: f"--max_length {max_positions(known_config(run))} or less",
-              "The embedding fails with `IndexError: index out of range in self`, or with a device-side assert."),
     error_row("lora_on_the_head_gets_gradients", "lora_target_modules",
               lambda run: run["use_peft"] and "lm_head" in _targets(run) and fuses_the_loss(run),
               "lm_head gets no gradient: Liger's fused loss uses only the frozen lm_head.weight, not the adapter",

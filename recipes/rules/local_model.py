@@ -48,6 +48,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
 
 
+def is_rotary(config: Mapping[str, Any]) -> bool:
+    """True if the model computes its rotary embeddings for any position, without a table."""
+    return any(name.startswith("rope_") for name in text_config(config))
+
+
 def is_classifier(config: Mapping[str, Any]) -> bool:
     """True if the configuration is of a sequence classifier, whose weights would load into a
     language model without an error.

@@ -485,29 +485,20 @@ def _is_ignored(rule: str, case: Case, judgement: Judgement, outcome: Outcome, t
     return any(other and other.finished and other.trained == outcome.trained for other in found)
 
 
-UNPROVEN: dict[str, str] = {
+# What two tiny steps cannot show. Beside each of the rules in SHOWN, a test shows the real failure.
+SHOWN = (
+    "a_language_model_is_a_decoder batch_size_is_not_searched batches_come_out_even "
+    "include_num_input_tokens_seen_is_in_range label_smoothing_factor_is_in_range lora_alpha_is_in_range "
+    "lora_dropout_is_in_range save_total_limit_is_in_range sequences_and_models_are_not_divided "
+    "sixteen_bits_are_trained_by_a_stage static_graph_needs_accumulation_one weight_decay_is_in_range"
+).split()
+UNPROVEN = dict.fromkeys(SHOWN, "shown by a test") | {
     PARSING: "a value of another type is taken as it is",
     PROBE: "what DeepSpeed's JSON leaves out gets DeepSpeed's own default",
-    "batch_size_is_not_searched": "the batch changes only where memory runs out",
-    **dict.fromkeys(
-        ("only_the_demonstration_has_no_data", "only_the_demonstration_has_no_model"), "the demonstration's is trained"
-    ),
-    "sequences_and_models_are_not_divided": "tp_size divides nothing: ranks compute the same examples",
+    "only_the_demonstration_has_no_data": "the demonstration's data are trained on",
+    "only_the_demonstration_has_no_model": "the demonstration's model is trained",
     "adapters_need_trained_weights": "nothing but the adapters learns, on top of random weights",
     "fsdp2_shards_layer_by_layer": "a model below min_num_params is gathered whole; any real one fails",
-    "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",
-    "sequences_fit_the_model": "rotary positions go on where the model knows none",
-    "sixteen_bits_are_trained_by_a_stage": "Adam's first step is shorter than that of DDP",
-    "batches_come_out_even": "ranks wait for each other only where the data does not divide",
-    "static_graph_needs_accumulation_one": "too few examples for a second backward pass",
-    **dict.fromkeys(
-        ("include_num_input_tokens_seen_is_in_range", "eval_delay_is_in_range"), "another value is meant by it"
-    ),
-    "save_total_limit_is_in_range": "all are kept",
-    "label_smoothing_factor_is_in_range": "the labels' weights are negative",
-    "lora_alpha_is_in_range": "the adapters are multiplied by 0",
-    "lora_dropout_is_in_range": "the adapters see nothing",
-    "weight_decay_is_in_range": "weights grow instead of decaying",
 }
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -18,9 +19,10 @@ import pytest
 import launch.training.trainer  # noqa: F401 - what is forked below need not import it
 from recipes.errors import Problem
 from tests.campaigns import breaks, resuming
-from tests.campaigns.legality import Judgement, compare, draw, shrink
+from tests.campaigns.legality import SHOWN, Judgement, compare, draw, shrink
 from tests.campaigns.resuming import BACKGROUND, HIT, MAIN, Moment, watched
 from tests.campaigns.runs import FILES, MOMENT, Case, Change, Outcome, forked, from_json
+from tests.recipes.rules import test_table
 from tests.support.running import ROOT
 
 
@@ -94,7 +96,7 @@ def test_a_failing_case_shrinks_to_the_one_change_that_makes_it_fail():
 
 
 CASE = Case(changes=(Change("flag", "do_train", ["false"]),))
-RULE, AT_ITS_WORD = "a_training_trains", "sequences_fit_the_model"
+RULE, AT_ITS_WORD = "a_training_trains", "weight_decay_is_in_range"
 
 
 def compared(rule: str, without: float, beside: str = ""):
@@ -119,6 +121,11 @@ def test_the_campaign_reports_a_disagreement_if_a_setting_refused_as_ignored_cha
 
 def test_the_campaign_counts_a_refused_run_that_trains_as_unproven_if_its_rule_is_listed_there():
     assert compared(AT_ITS_WORD, 2.4).unproven and not compared(AT_ITS_WORD, 2.4).disagreement
+
+
+def test_a_test_shows_the_real_failure_of_each_rule_that_the_campaign_lists_as_shown():
+    tests = "".join(file.read_text() for file in (ROOT / "tests/recipes/rules").glob("test_*.py"))
+    assert {*SHOWN} <= {*re.findall(r'assert_fires\(\s*"(\w+)"', tests), *test_table.SILENT}
 
 
 def test_a_run_that_check_accepts_but_that_fails_is_a_disagreement():

@@ -164,6 +164,24 @@ def test_bert_without_tokenizer_files_encodes_every_word_as_unk(tmp_path):
     assert_fires("the_folder_holds_a_model", {"model_name_or_path": str(tmp_path)})
 
 
+def test_a_rotary_model_may_train_on_longer_sequences_than_in_its_pretraining(tmp_path, monkeypatch):
+    run = Run(f"{MODEL} --max_length 129", files=model(rope_theta=1e4)).resolve(tmp_path, monkeypatch)
+    found = [problem for problem in check(run) if problem.subject == "max_length"]
+    assert [(problem.severity, "rope_parameters" in problem.fix) for problem in found] == [("advice", True)]
+
+
+def test_an_encoder_sees_the_tokens_that_a_language_model_has_to_predict(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, BertConfig
+
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
+    model = AutoModelForCausalLM.from_config(BertConfig(**sizes)).eval()
+    first = [model(input_ids=torch.tensor([[1, token]])).logits[0, 0] for token in (2, 3)]
+    assert not torch.equal(*first)
+    model.save_pretrained(tmp_path)
+    assert_fires("a_language_model_is_a_decoder", {"model_name_or_path": str(tmp_path)})
+
+
 def test_lora_on_lm_head_gets_no_gradient_if_the_loss_reads_lm_head_weight():
     """Liger's fused loss multiplies the hidden states by `lm_head.weight`, as this test does."""
     import torch

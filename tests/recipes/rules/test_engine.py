@@ -167,6 +167,13 @@ def test_two_ranks_on_a_cpu_without_use_cpu_train_two_separate_models(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_static_graph_fails_in_the_second_backward_of_a_step(tmp_path):
+    settings = {"ddp_static_graph": True, "gradient_accumulation_steps": 2, "use_cpu": True}
+    assert "expect_autograd_hooks_ INTERNAL ASSERT FAILED" in torchrun(tmp_path, settings)
+    assert_fires("static_graph_needs_accumulation_one", settings, world=2)
+
+
+@pytest.mark.slow
 def test_fsdp_on_a_cpu_is_plain_ddp(tmp_path):
     output = torchrun(tmp_path, {}, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert output.count("TRAINED 2 MULTI_CPU DistributedDataParallel") == 2

@@ -1,6 +1,7 @@
 """Each row of the table: a run in which it fires, the nearest legal one, and the real failure."""
 
 import pytest
+import torch
 
 from recipes import legal
 from recipes.rules.check import check
@@ -212,6 +213,46 @@ def test_trainer_silently_makes_other_steps_or_checkpoints_than_asked_and_a_rule
     assert_fires(row, settings)
 
 
+def test_weights_grow_if_weight_decay_is_negative(tmp_path):
+    def size(decay: float) -> float:
+        model = train(tmp_path, optim="sgd", weight_decay=decay).model
+        return sum(float(one.detach().double().square().sum()) for one in model.parameters())
+
+    assert size(0.1) < size(0) < size(-1)
+    assert_fires("weight_decay_is_in_range", {"weight_decay": -1})
+
+
+def loss_of(model) -> float:
+    tokens = torch.arange(8)[None]
+    return model.eval()(input_ids=tokens, labels=tokens).loss.item()
+
+
+def test_the_labels_become_less_likely_if_label_smoothing_is_above_one(tmp_path):
+    learn = dict(learning_rate=0.01, max_steps=20)
+    ends = [loss_of(train(tmp_path, label_smoothing_factor=factor, **learn).model) for factor in (1, 1.1)]
+    assert ends[0] < 4 < 5 < ends[1]  # before the training 3.5
+    assert_fires("label_smoothing_factor_is_in_range", {"label_smoothing_factor": 1.1})
+
+
+def test_adapters_learn_nothing_if_their_alpha_is_0_or_their_dropout_1(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def learned(**lora) -> float:
+        adapted = get_peft_model(tiny_llama(), LoraConfig(target_modules="all-linear", **lora))
+        return loss_of(tiny_llama()) - loss_of(train(tmp_path, model=adapted, learning_rate=0.01).model)
+
+    assert learned() > 0.01
+    assert learned(lora_alpha=0) == learned(lora_dropout=1.0) == 0
+    assert_fires("lora_alpha_is_in_range", {"use_peft": True, "lora_alpha": 0})
+    assert_fires("lora_dropout_is_in_range", {"use_peft": True, "lora_dropout": 1.0})
+
+
+def test_any_other_word_counts_all_input_tokens(tmp_path):
+    counts = [train(tmp_path, include_num_input_tokens_seen=word).state.num_input_tokens_seen for word in ("all", "x")]
+    assert counts == [128, 128]
+    assert_fires("include_num_input_tokens_seen_is_in_range", {"include_num_input_tokens_seen": "x"})
+
+
 def test_ignored_settings_leave_losses_unchanged_and_are_reported_without_an_error(tmp_path):
     ignored = dict(fsdp_config={"fsdp_verion": 2}, gradient_checkpointing_kwargs={"use_rentrant": False})
     expected = losses(train(tmp_path / "plain", logging_steps=1))
@@ -251,17 +292,23 @@ def test_auto_find_batch_size_changes_the_global_batch(tmp_path):
     assert_fires("batch_size_is_not_searched", settings)
 
 
-def test_split_batches_divides_each_dataloader_batch_by_the_number_of_processes():
+def batches_of(rank: int, **settings) -> list:
+    """The batches of one of two ranks: of four rows, or of the rest of 20."""
     from accelerate.data_loader import prepare_data_loader
-    from torch.utils.data import DataLoader
 
-    seen = {}
-    for split in (False, True):
-        loader = DataLoader(range(16), batch_size=4)
-        mine = prepare_data_loader(loader, num_processes=2, process_index=0, split_batches=split, put_on_device=False)
-        seen[split] = len(next(iter(mine)))
-    assert seen == {False: 4, True: 2}
+    loader = torch.utils.data.DataLoader(range(20), batch_size=4)
+    return list(prepare_data_loader(loader, num_processes=2, process_index=rank, put_on_device=False, **settings))
+
+
+def test_split_batches_divides_each_dataloader_batch_by_the_number_of_processes():
+    assert [len(batches_of(0, split_batches=split)[0]) for split in (False, True)] == [4, 2]
     assert_fires("batches_are_not_split", {"accelerator_config": {"split_batches": True}}, world=2)
+
+
+def test_one_rank_has_a_batch_more_than_another_without_even_batches():
+    assert [len(batches_of(rank)) for rank in (0, 1)] == [3, 3]
+    assert [len(batches_of(rank, even_batches=False)) for rank in (0, 1)] == [3, 2]
+    assert_fires("batches_come_out_even", {"accelerator_config": {"even_batches": False}}, world=2)
 
 
 def test_fp16_on_a_cpu_trains_in_fp32(tmp_path):

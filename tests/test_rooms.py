@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes": 780,
     "recipes/legal": 482,
     "recipes/run": 1840,
-    "recipes/rules": 2_400,
+    "recipes/rules": 2400,
     "recipes/planner": 3048,
     "recipes/scaling": 1160,
     "launch": 522,

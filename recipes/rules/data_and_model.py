@@ -257,10 +257,7 @@ def the_model_can_do_the_task(run):
 
 @rule_of_train_py
 def sequences_fit_the_model(run):
-    """A table of positions fails with `IndexError: index out of range in self`.
-
-    Rotary embeddings compute any position, so that a longer training extends the model's context.
-    """
+    """A table of positions fails with `IndexError`; rotary embeddings compute any position."""
     positions = max_positions(known_config(run)) or math.inf
     if not run.explicit("max_length") or run["max_length"] <= positions:
         return  # train.py lowers a length that the user did not set

@@ -373,15 +373,17 @@ def fsdp2_is_chosen(run):
 
 @rule
 def fsdp2_shards_layer_by_layer(run):
-    """If the auto-wrap policy wraps nothing, FSDP2 gathers the whole model for every forward and
-    backward. SIZE_BASED_WRAP also wraps the list of layers, and fails: `fully_shard does not
-    support containers that do not implement forward`. The demonstration is too small to be wrapped.
+    """If the policy wraps nothing, FSDP2 gathers the whole model at once, and accelerate's
+    checkpointing ends with a TypeError. SIZE_BASED_WRAP also wraps the list of layers: `fully_shard
+    does not support containers that do not implement forward`. The demonstration is too small.
     """
     section, fix = run.engine.fsdp, "TRANSFORMER_BASED_WRAP"
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()
     if fsdp_version(run) != 2 or policy not in ("NO_WRAP", "SIZE_BASED_WRAP"):
         return
-    if policy == "NO_WRAP" or str(section.get("min_num_params")) == "0":
+    if policy == "NO_WRAP" and is_true(section.get("activation_checkpointing")):
+        yield _of_key(run, "auto_wrap_policy", f"{policy} leaves no layers for activation_checkpointing", fix)
+    elif policy == "NO_WRAP" or str(section.get("min_num_params")) == "0":
         yield _of_key(run, "auto_wrap_policy", f"{policy} gathers the whole model at once", fix, "advice")
     elif not run.demonstration:
         yield _of_key(run, "auto_wrap_policy", f"{policy} fails in FSDP2: it wraps lists of layers", fix)

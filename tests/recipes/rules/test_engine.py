@@ -344,6 +344,14 @@ def test_the_fsdp_argument_trains_with_fsdp2_and_full_state_dict_whatever_the_la
     assert "sharded_checkpoints_hold_the_optimizer" not in dict(problems_by_rule(run))
 
 
+def test_activation_checkpointing_fails_without_an_auto_wrap_policy(train_launched):
+    file, start = train_launched(CHECKPOINTED)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        start()
+    run = resolve(place=here(accelerate_config=str(file), hardware=TWO_GPUS, environment={}))
+    assert "error" in [one.severity for name, one in problems_by_rule(run) if name == "fsdp2_shards_layer_by_layer"]
+
+
 def recomputed(train_launched, *lines, **settings):
     _, start = train_launched(BY_LAYER, *lines, **settings)
     model = tiny_llama(attention_dropout=0.5, attn_implementation="eager")

@@ -3,13 +3,11 @@
 import email
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 
 import pytest
 
-from tests.support.running import ROOT
+from tests.support.running import ROOT, python
 
 RECIPES = "import sys; from accelerate_recipes import main; sys.exit(main())"
 TORCHTUNE = 'raise ModuleNotFoundError("The recipes directory is not a package")\n'
@@ -21,7 +19,7 @@ def installed(tmp_path_factory):
     """A folder of installed packages that no test changes: the libraries are asked once for it."""
     folder, site = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
     words = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    built = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    built = python("-m", "pip", *words)
     if built.returncode and not os.environ.get("CI"):
         pytest.skip("the build backend cannot be installed here")
     assert built.returncode == 0, built.stderr
@@ -36,15 +34,9 @@ def empty(tmp_path):
     return folder
 
 
-def python(*argv, cwd, path):
-    """Run Python in `cwd`, where `path` are the folders of packages, the first one first."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    return subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, cwd=cwd, env=environment)
-
-
 def recipes(*argv, cwd, path):
     """The installed command `recipes`, whose path does not begin with the current folder."""
-    return python("-P", "-c", RECIPES, *argv, cwd=cwd, path=path)
+    return python("-P", "-c", RECIPES, *argv, cwd=cwd, PYTHONPATH=path)
 
 
 def install_beside(site, name, text):
@@ -86,7 +78,7 @@ def test_the_wheel_holds_its_packages_yaml_files_and_metadata(installed):
     ],
 )
 def test_commands_of_the_installed_wheel_run_from_an_empty_folder(words, answer, installed, empty):
-    done = recipes(*words.split(), cwd=empty, path=[installed])
+    done = recipes(*words.split(), cwd=empty, path=installed)
     assert (done.returncode, answer in done.stdout) == (0, True), done.stdout + done.stderr
 
 
@@ -97,7 +89,7 @@ def test_an_azure_ml_job_uploads_the_same_files_from_the_wheel_as_from_a_git_clo
     for packages in (installed, ROOT):
         folder = tmp_path / packages.name
         folder.mkdir()
-        done = python("-m", "launch", *words, cwd=folder, path=[packages])
+        done = python("-m", "launch", *words, cwd=folder, PYTHONPATH=packages)
         assert done.returncode == 0, done.stderr
         content.append({file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()})
     assert content[0] == content[1] and len(content[0]) > 100
@@ -111,8 +103,8 @@ def test_the_wheel_works_where_another_distribution_installed_a_recipes_package(
     install_beside(site, "recipes", TORCHTUNE)
     (site / "recipes" / "full_finetune.py").write_text("")
     shutil.copytree(installed, site, dirs_exist_ok=True)
-    assert recipes("list", cwd=empty, path=[site]).returncode == 0
-    assert python("-c", "from recipes import fast", cwd=empty, path=[site]).returncode == 0
+    assert recipes("list", cwd=empty, path=site).returncode == 0
+    assert python("-c", "from recipes import fast", cwd=empty, PYTHONPATH=site).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["recipes", "launch"])
@@ -121,8 +113,8 @@ def test_the_wheel_works_despite_a_recipes_or_launch_package_earlier_on_sys_path
     install_beside(tmp_path / "own", name, RAISES)
     install_beside(empty, name, RAISES)
     late = f"import sys; sys.path.append({str(installed)!r}); "  # site-packages come after PYTHONPATH
-    path = [tmp_path / "own"]
-    command = python("-P", "-c", late + RECIPES, "check", cwd=empty, path=path)
+    path = tmp_path / "own"
+    command = python("-P", "-c", late + RECIPES, "check", cwd=empty, PYTHONPATH=path)
     assert "legal: standard" in command.stdout, command.stderr
-    script = python(installed / "launch" / "train.py", "--learning_rate", "x", cwd=empty, path=path)
+    script = python(installed / "launch" / "train.py", "--learning_rate", "x", cwd=empty, PYTHONPATH=path)
     assert "learning_rate: needs a number" in script.stderr

@@ -1,12 +1,10 @@
 """The oldest supported transformers: recipes build, files are legal, trainings are the same."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.running import ROOT
+from tests.support.running import ROOT, python
 
 WORLDS = "test_a_run_of_4_processes_resumed_by_2_then_1_then_3_trains_as_if_never_stopped"
 TESTS = (
@@ -28,15 +26,14 @@ TESTS = (
 @pytest.mark.slow
 def test_selected_tests_pass_with_the_oldest_supported_transformers(tmp_path):
     words = ["install", "--quiet", "--no-deps", "--target", str(tmp_path), "-r", str(ROOT / "tests" / "oldest.txt")]
-    installed = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    installed = python("-m", "pip", *words)
     if installed.returncode and not os.environ.get("CI"):
         pytest.skip("the oldest transformers cannot be installed here")
     assert installed.returncode == 0, installed.stderr
-    oldest = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
     version = "import transformers; print(f'transformers=={transformers.__version__}')"
-    found = subprocess.run([sys.executable, "-c", version], **oldest).stdout.strip()
+    found = python("-c", version, PYTHONPATH=tmp_path).stdout.strip()
     assert found and found in (ROOT / "tests" / "oldest.txt").read_text()
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow"]
-    done = subprocess.run([*words, *(f"tests/{name}" for name in TESTS)], **oldest)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    done = python(*words, *(f"tests/{name}" for name in TESTS), PYTHONPATH=tmp_path)
     # Indented, so that nobody takes its last line for the outer run's.
     assert done.returncode == 0, "\n".join(f"  {line}" for line in done.stdout.splitlines()[-60:])

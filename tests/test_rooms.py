@@ -7,15 +7,13 @@ TYPE_CHECKING.
 
 import ast
 import graphlib
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import recipes
 from recipes.catalog import RECIPES
-from tests.support.running import ROOT
+from tests.support.running import ROOT, python
 
 LAYERS = (
     "recipes.errors recipes.quiet recipes.flags recipes.catalog recipes.mixture",
@@ -150,8 +148,8 @@ def test_no_module_in_launch_has_the_name_of_an_installed_library():
     """With train.py as a script, launch/ is first on sys.path: a launch/datasets.py would win."""
     names = {path.stem for path in (ROOT / "launch").iterdir() if not path.stem.startswith("__")}
     look = "import importlib.util as i, sys; print(*(name for name in sys.argv[1:] if i.find_spec(name)))"
-    outside = [sys.executable, "-I", "-c", look, *sorted(names)]  # -I: this checkout is not on sys.path
-    assert subprocess.run(outside, capture_output=True, text=True, check=True).stdout.split() == []
+    done = python("-I", "-c", look, *sorted(names))  # -I: this checkout is not on sys.path
+    assert (done.returncode, done.stdout) == (0, "\n")
 
 
 def test_no_module_in_recipes_has_the_name_of_an_exported_function_or_recipe():

@@ -9,8 +9,6 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
@@ -23,13 +21,11 @@ from tests.campaigns.legality import SHOWN, Judgement, compare, draw, shrink
 from tests.campaigns.resuming import BACKGROUND, HIT, MAIN, Moment, watched
 from tests.campaigns.runs import FILES, MOMENT, Case, Change, Outcome, forked, from_json
 from tests.recipes.rules import test_table
-from tests.support.running import ROOT
+from tests.support.running import ROOT, python
 
 
-def campaign(name: str, *words: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", f"tests.campaigns.{name}", "--workers", "1", *words]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+def campaign(name: str, *words: str, folder: Path = ROOT):
+    return python("-m", f"tests.campaigns.{name}", "--workers", "1", *words, cwd=folder, PYTHONPATH=folder)
 
 
 # --- Drawing --------------------------------------------------------------------------------------

@@ -1,9 +1,6 @@
 """`python -m tests.gpu`: its cases, with tiny models on this CPU."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +8,7 @@ import pytest
 from tests.gpu import memory
 from tests.gpu.__main__ import NOT_RUN, Results
 from tests.gpu.cases import OK, all_cases, measured
-from tests.support.running import ROOT
-
-
-def gpu(*words: str | Path, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tests.gpu", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+from tests.support.running import ROOT, python
 
 
 def figures_of(name: str, work: Path) -> dict:
@@ -73,7 +65,7 @@ def test_python_m_tests_gpu_skips_measurements_with_results_and_lists_those_over
     results = Results(tmp_path, all_cases(rehearse=True), rehearse=True)
     for case in results.cases:
         results.add(case.name, {"status": status})
-    done = gpu("--rehearse", "--output", tmp_path, *words)
+    done = python("-m", "tests.gpu", "--rehearse", "--output", tmp_path, *words)
     assert done.returncode == 0 and done.stdout.count(NOT_RUN) == left
 
 
@@ -84,7 +76,7 @@ def test_a_measurement_of_tests_gpu_that_fails_or_exceeds_its_deadline_has_the_s
 
 
 def test_python_m_tests_gpu_without_a_gpu_suggests_the_flag_rehearse_and_exits_with_2(tmp_path):
-    done = gpu("--output", tmp_path / "out", CUDA_VISIBLE_DEVICES="")
+    done = python("-m", "tests.gpu", "--output", tmp_path / "out", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "--rehearse" in done.stderr and not (tmp_path / "out").exists()
 
 

@@ -1,25 +1,23 @@
 """The recipes: what each one sets, on which hardware, and why."""
 
+from dataclasses import replace
+
 import pytest
 
 from recipes.catalog import RECIPES
-from recipes.run import here, resolve
 from recipes.run.engine import from_yaml
 from recipes.run.files import shipped
-from recipes.run.hardware import Gpu, Hardware
+from recipes.run.hardware import Hardware
+from tests.support import runs
+from tests.support.runs import machine, resolved
 
 CPU = Hardware(cores=2)
-T4 = Hardware((Gpu("Tesla T4", (7, 5), 16 * 2**30),), cores=8)
-H100 = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30),), cores=32)
-EIGHT_H100 = Hardware(H100.gpus * 8, cores=64, liger=True)
+T4, H100, EIGHT_H100 = machine(runs.T4, liger=False), machine(runs.H100, liger=False), machine(runs.H100, 8)
 FUSED_BY_COMPILE = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu")
 
 
-def run_of(recipe, hardware=CPU, world=1, **settings):
-    return resolve(
-        place=here(world, hardware=hardware, environment={}, trained_by="nobody"),
-        settings={"recipe": recipe, **settings},
-    )
+def run_of(recipe, hardware=CPU, world=1, trained_by="nobody", **settings):
+    return resolved("", world, {"recipe": recipe, **settings}, hardware=hardware, trained_by=trained_by)
 
 
 EVERY_30 = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=30)
@@ -54,6 +52,7 @@ VALUES = [
     ("fast", H100, {}, dict(use_liger_kernel=False)),
     ("fast", EIGHT_H100, {}, dict(use_liger_kernel=True)),
     ("fast", EIGHT_H100, dict(label_smoothing_factor=0.1), dict(use_liger_kernel=False)),
+    ("fast", EIGHT_H100, dict(trained_by="script"), dict(torch_compile=True, use_liger_kernel=False)),
     # frozen weights in 16 bits, where nothing asks for one type of all
     ("standard", H100, {}, dict(dtype="float32")),
     ("standard", H100, dict(use_peft=True), dict(dtype="bfloat16")),
@@ -72,7 +71,7 @@ VALUES = [
     # workers leave each process its cores, and only they prefetch
     ("fast", CPU, {}, dict(dataloader_num_workers=0, dataloader_prefetch_factor=None)),
     ("fast", H100, {}, dict(dataloader_num_workers=4, dataloader_prefetch_factor=4)),
-    ("fast", Hardware(H100.gpus * 8, cores=16), dict(world=8), dict(dataloader_num_workers=2)),
+    ("fast", replace(EIGHT_H100, cores=16), dict(world=8), dict(dataloader_num_workers=2)),
 ]
 
 
@@ -80,12 +79,6 @@ VALUES = [
 def test_recipe_values_follow_the_hardware_and_the_other_settings(recipe, hardware, settings, expected):
     run = run_of(recipe, hardware, **settings)
     assert {name: run[name] for name in expected} == expected
-
-
-def test_the_fast_recipe_in_a_users_own_script_compiles_without_liger():
-    script = here(1, hardware=EIGHT_H100, environment={}, trained_by="script")
-    run = resolve(place=script, settings={"recipe": "fast"})
-    assert (run["torch_compile"], run["use_liger_kernel"]) == (True, False)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -8,14 +8,7 @@ from recipes.run.hardware import Gpu, Hardware
 from recipes.run.place import launch_yaml
 
 
-def job(
-    recipe: str = "standard",
-    nodes: int = 1,
-    processes: int = 1,
-    argv: Sequence[str] = (),
-    gpu: bool = True,
-    preflight: bool = False,
-) -> Job:
+def job(recipe="standard", nodes=1, processes=1, argv: Sequence[str] = (), gpu=True, preflight=False) -> Job:
     hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes if gpu else (), cores=8)
     place = here(nodes * processes, local_world_size=processes, hardware=hardware, environment={})
     run = resolve(["--recipe", recipe, *argv], place)

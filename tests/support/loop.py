@@ -9,15 +9,7 @@ import torch
 
 
 def loop_steps(
-    model: torch.nn.Module,
-    rows: torch.Tensor,
-    *,
-    steps: int,
-    micro: int,
-    accumulation: int,
-    learning_rate: float,
-    bf16: bool = False,
-    device: str = "cpu",
+    model, rows, *, steps: int, micro: int, accumulation: int, learning_rate: float, bf16=False, device="cpu"
 ) -> Iterator[tuple[float, float]]:
     """Train on token ids `rows` [examples, length] with fused AdamW, linear decay and clipping at
     1.

@@ -15,7 +15,14 @@ from launch.host.world import leave_group
 from tests.support.real_failures import arguments, tiny_llama
 from tests.support.running import run_ranks
 
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
 ROWS = torch.randint(1, 32, (32, 16), generator=torch.Generator().manual_seed(0))
+
+
+def zero(stage: int | None, **more) -> dict:
+    """DeepSpeed's JSON of a ZeRO stage."""
+    own = {"gradient_clipping": "auto", "zero_allow_untested_optimizer": True}
+    return {**AUTO, **own, "zero_optimization": {"stage": stage, **more}}
 
 
 def train(folder: str, settings: dict, sizes: dict | None = None):
@@ -41,12 +48,17 @@ def train(folder: str, settings: dict, sizes: dict | None = None):
     return trainer
 
 
-def ranks(folder: Path, processes: int, **request) -> list[dict]:
-    """The losses and gradient norms that each rank reports."""
+def printed(folder: Path, processes: int, **request) -> str:
+    """What all ranks print."""
     folder.mkdir(exist_ok=True)
     words = [__file__, json.dumps({"folder": str(folder), **request})]
     variables = {**os.environ, "DS_ACCELERATOR": "cpu", **request.pop("variables", {})}
-    _, output = run_ranks(processes, variables, words)
+    return run_ranks(processes, variables, words)[1]
+
+
+def ranks(folder: Path, processes: int, **request) -> list[dict]:
+    """Each rank's losses, gradient norms, engine, and number of parameters in ZeRO-3's shards."""
+    output = printed(folder, processes, **request)
     reports = [json.loads(found) for found in re.findall(r"^REPORT (.*)$", output, re.M)]
     assert len(reports) == processes, output
     return reports
@@ -58,6 +70,9 @@ if __name__ == "__main__":
     trainer = train(**request)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     report = {name: [entry.get(name) for entry in logged] for name in ("loss", "grad_norm")}
+    engine = trainer.accelerator.distributed_type.value
+    report["trained"] = [trainer.args.world_size, engine, type(trainer.model_wrapped).__name__]
+    report["in shards"] = sum(hasattr(one, "ds_tensor") for one in trainer.model.parameters())
     sys.stdout.write(f"REPORT {json.dumps(report)}\n")  # in one piece: the other ranks write too
     sys.stdout.flush()
     trainer.accelerator.free_memory()

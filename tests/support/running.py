@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from unittest import mock
 
 from launch.host.processes import free_port
 from tests.support.waiting import PATIENCE
@@ -41,7 +42,8 @@ def train_here(model: Path, data: Path | None, output: Path | str, *flags: str) 
     from launch.train import main
 
     stdout, stderr = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), _kept_environment():
+    environment = mock.patch.dict(os.environ)  # as before, afterwards
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), environment:
         code = main([*model_flags(model, data), "--output_dir", str(output), *flags])
     return Outcome(code, stdout.getvalue() + stderr.getvalue(), read_record(Path(output)))
 
@@ -54,12 +56,7 @@ def launch(*flags: str, output: Path, processes: int = 1, config: str) -> Outcom
 
 
 def launch_quickly(
-    *flags: str,
-    output: Path,
-    processes: int = 2,
-    config: str = "standard.yaml",
-    env: dict[str, str] | None = None,
-    script: Path = SCRIPT,
+    *flags: str, output: Path, processes=2, config="standard.yaml", env: dict[str, str] | None = None, script=SCRIPT
 ) -> Outcome:
     """As `launch`, but without the launcher's process, in the environment that it would set.
 
@@ -131,16 +128,15 @@ def _run_script(environment: dict[str, str], argv: list[str], log: DupFd) -> Non
 
 
 def run(command: list[str], output: Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Outcome:
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **(env or {})},
-        timeout=PATIENCE,
-        cwd=cwd,
-    )
+    printed = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env={**os.environ, **(env or {})}, cwd=cwd, timeout=PATIENCE, **printed)
     return Outcome(done.returncode, done.stdout, read_record(output))
+
+
+def python(*words: object, cwd: Path = ROOT, **variables: object) -> subprocess.CompletedProcess[str]:
+    """Run Python with `words`, by default in this checkout, with more variables."""
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    return subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def read_record(output: Path) -> dict:
@@ -150,13 +146,3 @@ def read_record(output: Path) -> dict:
 
 def losses(outcome: Outcome) -> list[float]:
     return [entry["loss"] for entry in outcome.record["log_history"] if "loss" in entry]
-
-
-@contextlib.contextmanager
-def _kept_environment():
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

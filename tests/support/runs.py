@@ -49,16 +49,8 @@ class Run:
             text = content if isinstance(content, str) else json.dumps(content)
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
-        return resolve(
-            self.argv.split(),
-            here(
-                self.world,
-                hardware=self.hardware,
-                accelerate_config=self._config(folder),
-                environment=self.environment,
-                packages=self.elsewhere,
-            ),
-        )
+        place = {"hardware": self.hardware, "environment": self.environment, "packages": self.elsewhere}
+        return resolved(self.argv, self.world, accelerate_config=self._config(folder), **place)
 
     def _config(self, folder: Path) -> str | None:
         if not self.yaml or "\n" not in self.yaml:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 
 from launch.host.processes import free_port
-from tests.support.running import Outcome
+from tests.support.running import Outcome, run
 from tests.support.waiting import PATIENCE, wait_for
 
 T = TypeVar("T")
@@ -132,14 +132,7 @@ class Cluster:
 
 def recipes(cluster: Cluster, folder: Path, *words: str, **variables: str) -> Outcome:
     """The outcome of the `recipes` command in `folder`, with more variables of the environment."""
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *words],
-        cwd=folder,
-        env={**os.environ, **cluster.environment, **variables},
-        capture_output=True,
-        text=True,
-    )
-    return Outcome(done.returncode, done.stdout + done.stderr, {})
+    return run([sys.executable, "-m", "launch", *words], folder, {**cluster.environment, **variables}, folder)
 
 
 def submit(cluster: Cluster, folder: Path, *words: str, **variables: str) -> tuple[str, Outcome]:

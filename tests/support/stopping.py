@@ -30,13 +30,8 @@ class Run:
         return self
 
     def start(self, argv: list[str]) -> None:
-        self.process = subprocess.Popen(
-            [*self.starter, *argv],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
+        printed = {"stdout": self.log, "stderr": subprocess.STDOUT, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}}
+        self.process = subprocess.Popen([*self.starter, *argv], start_new_session=True, **printed)
 
     def __exit__(self, *exception):
         if self.process.poll() is None:

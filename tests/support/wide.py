@@ -1,12 +1,10 @@
 """A tiny model whose memory is nearly all logits: a micro-batch takes much memory, little time."""
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
-from tests.support.running import ROOT
+from tests.support.running import python
 
 LENGTH = 512  # tokens of a long text
 
@@ -15,8 +13,7 @@ LENGTH = 512  # tokens of a long text
 def imported_gb() -> float:
     """GB of RAM that a new process needs before its model: 0.5, or 0.9 with CUDA's libraries."""
     code = "import deepspeed, launch.training.trainer, psutil; print(psutil.Process().memory_info().rss)"
-    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return float(child.stdout.split()[-1]) / 1e9
+    return float(python("-c", code).stdout.split()[-1]) / 1e9
 
 
 def wide_model(folder: Path) -> Path:

@@ -17,14 +17,8 @@ def start(home, *packages, code=CODE):
     """A process that asks for the legal settings, with `packages` before the installed ones."""
     path = os.pathsep.join(map(str, [ROOT, *packages]))
     environment = {**os.environ, "HF_HOME": str(home), "PYTHONPATH": path}
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=home.parent,
-        env=environment,
-    )
+    printed = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=home.parent, env=environment, **printed)
 
 
 def ask(home):

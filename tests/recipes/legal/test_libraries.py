@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 import pytest
+from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from recipes import legal
@@ -11,8 +12,6 @@ from recipes.legal import libraries, schema
 
 
 def test_trainer_settings_and_their_defaults_are_those_of_training_arguments():
-    from transformers import TrainingArguments
-
     real = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     known = {name: field.default for name, field in legal.trainer_fields().items()}
     assert known == {name: None if default is dataclasses.MISSING else default for name, default in real.items()}

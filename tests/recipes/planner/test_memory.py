@@ -1,15 +1,13 @@
 """What each component of a run takes, against peft, bitsandbytes, sums and real memory."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
+import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from recipes.planner.fits import Estimator
 from recipes.planner.memory import LOADING, NEVER, REDUCE_BUCKET, UPDATE, Adapters, Memory, Traced, Weights
@@ -17,7 +15,7 @@ from recipes.planner.trace import weigh
 from recipes.run.engine import Engine
 from recipes.run.files import shipped
 from tests.recipes.planner.small import CPU, SHAPE, SMALL, run_of
-from tests.support.running import ROOT
+from tests.support.running import python
 
 EACH = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
 LORA = ("--use_peft", "true", "--lora_r", "8")
@@ -40,8 +38,6 @@ def engine(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_planned_lora_memory_counts_the_parameters_that_peft_makes_trainable(name):
-    import peft
-
     model = AutoModelForCausalLM.from_config(SMALL[name])
     model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -53,8 +49,6 @@ def test_planned_lora_memory_counts_the_parameters_that_peft_makes_trainable(nam
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_planned_memory_of_4_bit_weights_equals_that_of_bitsandbytes(name, tmp_path):
-    from transformers import BitsAndBytesConfig
-
     AutoModelForCausalLM.from_config(SMALL[name]).save_pretrained(tmp_path)
     options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
@@ -191,8 +185,7 @@ def test_planned_ram_covers_loading_offload_and_saving(recipe, flags, weights, w
 
 @pytest.mark.slow
 def test_two_real_steps_of_fsdp_take_as_much_memory_as_planned():
-    argv = [sys.executable, "-m", "tests.benchmarks.sharded"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    done = python("-m", "tests.benchmarks.sharded", DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
     for case, (planned, real) in json.loads(done.stdout.splitlines()[-1]).items():
         assert planned == pytest.approx(real, rel=0.07), case

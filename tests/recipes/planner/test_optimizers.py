@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from recipes.planner.memory import FP32, Memory
 from recipes.planner.trace import weigh
+from tests.gpu.memory import cpu_allocations
 from tests.recipes.planner.small import run_of
 
 OF_TORCH = ("adamw_torch", "sgd", "adagrad", "rmsprop")
@@ -25,15 +25,10 @@ def updated(model, flags: dict, folder) -> tuple[int, int]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with cpu_allocations() as counted:
         optimizer.step()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    alive = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
     own = {id(value): value for state in optimizer.state.values() for value in state.values()}  # a few are shared
-    return sum(value.nbytes for value in own.values() if torch.is_tensor(value) and value.dim()), most
+    return sum(value.nbytes for value in own.values() if torch.is_tensor(value) and value.dim()), counted["allocated"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

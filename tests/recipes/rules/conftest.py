@@ -2,21 +2,21 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 
 
 @pytest.fixture(autouse=True)
 def fresh_state():
     """accelerate keeps its state, and what it wrote into the environment, for a whole process."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    before = dict(os.environ)
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
@@ -24,10 +24,6 @@ def gpu_rank(monkeypatch):
     """The only rank of a world, that accelerate believes to have a GPU. All else is real, with gloo
     and on the CPU.
     """
-    import torch
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **address}.items():
         monkeypatch.setenv(name, value)

@@ -4,9 +4,7 @@ import pytest
 
 from recipes.errors import UserError
 from recipes.rules.check import check, require_legal
-from recipes.run import here, resolve
-from recipes.run.hardware import Hardware
-from tests.support.runs import Run, deepspeed
+from tests.support.runs import Run, deepspeed, resolved
 
 
 def wrong(subject: str, fix: str, argv: str = "", config: str = ""):
@@ -41,12 +39,6 @@ WRONG = [
     wrong("accelerator_config", "JSON", "--accelerator_config {even_batches:1}"),
     wrong("optim", "adamw_torch_fused", "--optim adam"),
     wrong("ddp_comm_hook", "fp16", "--ddp_comm_hook powersgd"),
-    wrong(
-        "metric_for_best_model",
-        "loss",
-        "--task sequence_classification --dataset_name x --prediction_loss_only --eval_strategy steps "
-        "--metric_for_best_model accuracy",
-    ),
 ]
 
 
@@ -76,5 +68,5 @@ def test_all_problems_are_reported_at_once_errors_first(tmp_path, monkeypatch):
 
 
 def test_require_legal_returns_the_advice_about_a_run_without_errors_and_raises_nothing():
-    advised = resolve(["--lora_r", "8"], here(hardware=Hardware(), environment={}))
+    advised = resolved("--lora_r 8")
     assert [problem.severity for problem in require_legal(advised)] == ["advice"]

@@ -1,13 +1,15 @@
 """Rules about data, models, adapters and attention, and what happens without them."""
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig
 
 from recipes.rules.check import check
 from recipes.rules.data_and_model import attention_fits_the_machine, refused_by_class
-from recipes.run import here, resolve
 from tests.support.real_failures import assert_fires, tiny_llama
-from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, fsdp, machine, model
+from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, fsdp, machine, model, resolved
 
 ROW = '{"text": "a"}\n'
 STREAM = "--dataset_streaming --max_steps 9"
@@ -155,8 +157,6 @@ LEGAL_AFTER_ALL = [
 
 
 def test_bert_without_tokenizer_files_encodes_every_word_as_unk(tmp_path):
-    from transformers import BertConfig
-
     BertConfig().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert set(tokenizer("a fine day", add_special_tokens=False)["input_ids"]) == {tokenizer.unk_token_id}
@@ -171,9 +171,6 @@ def test_a_rotary_model_may_train_on_longer_sequences_than_in_its_pretraining(tm
 
 
 def test_an_encoder_sees_the_tokens_that_a_language_model_has_to_predict(tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM, BertConfig
-
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
     model = AutoModelForCausalLM.from_config(BertConfig(**sizes)).eval()
     first = [model(input_ids=torch.tensor([[1, token]])).logits[0, 0] for token in (2, 3)]
@@ -184,9 +181,6 @@ def test_an_encoder_sees_the_tokens_that_a_language_model_has_to_predict(tmp_pat
 
 def test_lora_on_lm_head_gets_no_gradient_if_the_loss_reads_lm_head_weight():
     """Liger's fused loss multiplies the hidden states by `lm_head.weight`, as this test does."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-
     adapted = get_peft_model(tiny_llama(), LoraConfig(target_modules=["lm_head", "q_proj"], init_lora_weights=False))
     inner = adapted.get_base_model()
     hidden = inner.model(torch.arange(8).view(1, -1)).last_hidden_state
@@ -230,7 +224,7 @@ def test_flash_attention_3_and_4_need_a_supported_card(version, card, missing, s
 
 
 def test_a_script_with_its_own_model_passes_the_check_without_model_name_or_path():
-    run = resolve([], here(trained_by="script"), settings={"task": "causal_lm", "max_length": 4096})
+    run = resolved(settings={"task": "causal_lm", "max_length": 4096}, trained_by="script")
     assert not check(run)
 
 
@@ -238,8 +232,6 @@ def test_a_script_with_its_own_model_passes_the_check_without_model_name_or_path
 
 
 def of_class(flags: str, cls: str, tmp_path, monkeypatch, **place) -> list[tuple[str, str]]:
-    import transformers
-
     run = Run(flags, **place).resolve(tmp_path, monkeypatch)
     return [(found.subject, found.fix) for found in refused_by_class(run, getattr(transformers, cls))]
 

@@ -1,19 +1,33 @@
 """Rules about engines, and what really happens to the runs that they report."""
 
-import json
-import os
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands import launch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from recipes.rules.check import problems_by_rule
-from recipes.run import here, resolve
 from recipes.run.files import shipped
-from tests.support.real_failures import ZERO_2, arguments, assert_fires, launched, losses, tiny_llama, torchrun, train
-from tests.support.running import run_ranks
-from tests.support.runs import CLASSIFY, DS, MODEL, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, model, yaml
+from tests.support.parallel import printed, ranks, zero
+from tests.support.real_failures import arguments, assert_fires, launched, losses, tiny_llama, train
+from tests.support.runs import (
+    CLASSIFY,
+    DS,
+    MODEL,
+    TWO_GPUS,
+    Run,
+    deepspeed,
+    ds_json,
+    fsdp,
+    groups,
+    model,
+    resolved,
+    yaml,
+)
 
 TWO = ds_json(tensor_parallel={"autotp_size": 2})
 SCATTERS = '--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":true}}'
@@ -99,7 +113,7 @@ ALSO_FIRES = [
     ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="standard.yaml"), "recipe"),
     ("one_engine_is_asked_for", on_gpus(DS, yaml="sharded.yaml", files=ds_json()), "deepspeed"),
     ("one_engine_is_asked_for", Run(DS, yaml=deepspeed("deepspeed_config_file: other.json"),
-                                    files={**ds_json(), "other.json": ZERO_2}), "deepspeed"),
+                                    files={**ds_json(), "other.json": zero(2)}), "deepspeed"),
     ("fsdp_needs_ranks_with_gpus", Run("--fsdp full_shard", yaml="standard.yaml", world=2), "fsdp"),
     ("fsdp_needs_ranks_with_gpus", Run("--recipe baseline --fsdp full_shard"), "fsdp"),
     ("yaml_keys_are_known", Run(yaml=yaml("MULTI_GPU", "static_graph: true")), "static_graph"),
@@ -148,8 +162,6 @@ LEGAL_AFTER_ALL = [
 
 @pytest.mark.parametrize("type_", ["'NO'", "MULTI_CPU"])
 def test_accelerate_launch_starts_one_process_for_distributed_type_no_and_multi_cpu(type_, write_yaml, monkeypatch):
-    from accelerate.commands import launch
-
     started = []
     monkeypatch.setattr(launch, "simple_launcher", started.append)
     file = write_yaml(type_)
@@ -162,21 +174,22 @@ def test_accelerate_launch_starts_one_process_for_distributed_type_no_and_multi_
 def test_two_ranks_on_a_cpu_without_use_cpu_train_two_separate_models(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
-    assert torchrun(tmp_path, {"use_cpu": False}).count("TRAINED 1 ") == 2
+    assert [one["trained"][0] for one in ranks(tmp_path, 2, settings={"use_cpu": False})] == [1, 1]
     assert_fires("several_processes_on_a_cpu_need_use_cpu", {"use_cpu": False}, world=2)
 
 
 @pytest.mark.slow
 def test_a_static_graph_fails_in_the_second_backward_of_a_step(tmp_path):
     settings = {"ddp_static_graph": True, "gradient_accumulation_steps": 2, "use_cpu": True}
-    assert "expect_autograd_hooks_ INTERNAL ASSERT FAILED" in torchrun(tmp_path, settings)
+    assert "expect_autograd_hooks_ INTERNAL ASSERT FAILED" in printed(tmp_path, 2, settings=settings)
     assert_fires("static_graph_needs_accumulation_one", settings, world=2)
 
 
 @pytest.mark.slow
 def test_fsdp_on_a_cpu_is_plain_ddp(tmp_path):
-    output = torchrun(tmp_path, {}, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    assert output.count("TRAINED 2 MULTI_CPU DistributedDataParallel") == 2
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    reports = ranks(tmp_path, 2, settings={}, variables=variables)
+    assert [one["trained"] for one in reports] == [[2, "MULTI_CPU", "DistributedDataParallel"]] * 2
     assert_fires("fsdp_needs_ranks_with_gpus", {}, world=2, config=shipped("sharded.yaml"))
 
 
@@ -212,8 +225,6 @@ def test_accelerate_launch_ignores_a_yaml_section_of_another_distributed_type(se
 
 
 def test_accelerate_uses_zero_stage_2_if_zero_stage_is_misspelt_and_a_rule_refuses_the_yaml(write_yaml, monkeypatch):
-    from accelerate.utils import DeepSpeedPlugin
-
     file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stge: 3")
     environment = launched(file)
     assert "ACCELERATE_DEEPSPEED_ZERO_STAGE" not in environment
@@ -240,9 +251,6 @@ def test_accelerate_launch_passes_no_nvme_path_of_a_yaml_to_its_processes(write_
 
 def torchrun_arguments(file: Path):
     """What `accelerate launch --config_file FILE` would start torchrun with."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "train.py"]))
     prepare_multi_gpu_env(args)
     return args
@@ -265,54 +273,20 @@ def test_two_machines_without_main_process_ip_rendezvous_at_a_host_named_none(wr
 # --- The DeepSpeed JSON ---------------------------------------------------------------------------
 
 
-AUTO = dict.fromkeys(["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"], "auto")
-
-
-def zero(stage: int, **zero_optimization) -> dict:
-    return {**AUTO, "zero_optimization": {"stage": stage, **zero_optimization}}
-
-
-def saved(folder: Path) -> list[str]:
-    return sorted(file.name for file in (folder / "checkpoint-2").iterdir())
-
-
-def in_shards(trainer) -> int:
-    return sum(hasattr(weight, "ds_tensor") for weight in trainer.model.parameters())
-
-
-def zero_report(folder: Path) -> dict:
-    """What ZeRO saves, and how many parameters it has in shards."""
-    offload, saves = {"offload_param": {"device": "cpu"}}, dict(save_strategy="steps", save_steps=2)
-    zero2 = train(folder / "zero2", deepspeed=zero(2, **offload))
-    zero3 = train(folder / "zero3", deepspeed=zero(3, **offload), **saves)
-    train(folder / "whole", deepspeed=zero(3, stage3_gather_16bit_weights_on_model_save=True), **saves)
-    shards = {"zero2": in_shards(zero2), "zero3": in_shards(zero3)}
-    return {"in shards": shards, "saved": saved(folder / "zero3"), "saved whole": saved(folder / "whole")}
-
-
-@pytest.fixture(scope="module")
-def zero_trained(tmp_path_factory) -> dict:
-    """The report of a process of its own, in which DeepSpeed trains on the CPU."""
-    pytest.importorskip("deepspeed")
-    folder = tmp_path_factory.mktemp("zero")
-    imports = f"import json, pathlib\nfrom {__name__} import zero_report\nfolder = pathlib.Path({str(folder)!r})\n"
-    (folder / "script.py").write_text(f"{imports}(folder / 'report.json').write_text(json.dumps(zero_report(folder)))")
-    _, output = run_ranks(1, {**os.environ, "DS_ACCELERATOR": "cpu"}, [str(folder / "script.py")])
-    assert (folder / "report.json").exists(), output
-    return json.loads((folder / "report.json").read_text())
-
-
 @pytest.mark.slow
-def test_zero3_saves_no_weights_without_stage3_gather_16bit_weights_on_model_save(zero_trained):
-    assert "model.safetensors" in zero_trained["saved whole"]
-    assert "model.safetensors" not in zero_trained["saved"]
+@pytest.mark.parametrize("whole", [True, False])
+def test_zero3_saves_no_weights_without_stage3_gather_16bit_weights_on_model_save(whole, tmp_path):
+    config = zero(3, stage3_gather_16bit_weights_on_model_save=whole)
+    ranks(tmp_path, 1, settings={"deepspeed": config, "save_strategy": "steps", "save_steps": 2})
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists() == whole
     assert_fires("zero3_saves_whole_weights", {"deepspeed": zero(3)})
 
 
 @pytest.mark.slow
-def test_zero2_keeps_whole_parameters_despite_offload_param(zero_trained, write_yaml):
-    in_shards = zero_trained["in shards"]
-    assert in_shards["zero3"] and not in_shards["zero2"]
+def test_zero2_keeps_whole_parameters_despite_offload_param(tmp_path, write_yaml):
+    offloaded = [{"deepspeed": zero(stage, offload_param={"device": "cpu"})} for stage in (2, 3)]
+    (two,), (three,) = (ranks(tmp_path / str(n), 1, settings=own) for n, own in enumerate(offloaded))
+    assert three["in shards"] and not two["in shards"]
     file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 2", "  offload_param_device: cpu")
     assert_fires("offload_happens", {}, config=file)
 
@@ -340,7 +314,7 @@ def test_the_fsdp_argument_trains_with_fsdp2_and_full_state_dict_whatever_the_la
     monkeypatch.setenv("FSDP_VERSION", "1")
     plugin = start().accelerator.state.fsdp_plugin
     assert (plugin.fsdp_version, plugin.state_dict_type.name) == (2, "FULL_STATE_DICT")
-    run = resolve(place=here(accelerate_config=str(file), hardware=TWO_GPUS, environment={}), settings=settings)
+    run = resolved(settings=settings, accelerate_config=str(file), hardware=TWO_GPUS)
     assert "sharded_checkpoints_hold_the_optimizer" not in dict(problems_by_rule(run))
 
 
@@ -348,7 +322,7 @@ def test_activation_checkpointing_fails_without_an_auto_wrap_policy(train_launch
     file, start = train_launched(CHECKPOINTED)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         start()
-    run = resolve(place=here(accelerate_config=str(file), hardware=TWO_GPUS, environment={}))
+    run = resolved(accelerate_config=str(file), hardware=TWO_GPUS)
     assert "error" in [one.severity for name, one in problems_by_rule(run) if name == "fsdp2_shards_layer_by_layer"]
 
 

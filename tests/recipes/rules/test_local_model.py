@@ -5,7 +5,9 @@ import json
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from launch.training.model import described
 from recipes import legal
 from recipes.rules.local_model import local_config, max_positions, text_config
 
@@ -16,8 +18,6 @@ TYPES = sorted(kind for kind in legal.names("model_types") if any(legal.model_cl
 @pytest.fixture(scope="module")
 def configurations():
     """Type -> the configuration that transformers makes of it by default, where it makes one."""
-    from transformers import CONFIG_MAPPING
-
     made = {}
     for kind in TYPES:
         with contextlib.suppress(ValueError, StrictDataclassError):  # some need the configurations of their parts
@@ -28,8 +28,6 @@ def configurations():
 
 @pytest.mark.slow
 def test_our_model_class_lookup_knows_the_same_model_types_as_transformers_auto_classes():
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
-
     for task, auto in zip(TASKS, (AutoModelForCausalLM, AutoModelForSequenceClassification), strict=True):
         found = {kind for kind in legal.names("model_types") if legal.model_class(kind, task)}
         assert found == {kind for kind in legal.names("model_types") if CONFIG_MAPPING[kind] in auto._model_mapping}
@@ -38,8 +36,6 @@ def test_our_model_class_lookup_knows_the_same_model_types_as_transformers_auto_
 @pytest.mark.slow
 def test_max_positions_read_from_a_config_json_are_those_of_the_loaded_config(configurations):
     """As train.py asks a loaded configuration, and check the config.json."""
-    from launch.training.model import described
-
     written = {kind: max_positions(json.loads(config.to_json_string())) for kind, config in configurations.items()}
     assert written == {kind: max_positions(described(config)) for kind, config in configurations.items()}
 

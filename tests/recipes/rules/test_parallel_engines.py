@@ -4,15 +4,15 @@ batch. What they train rightly is in tests/launch/training/test_train_engines.py
 
 import pytest
 import transformers
+from accelerate import ParallelismConfig
 from packaging.version import parse
 
-from tests.support.parallel import ranks
-from tests.support.real_failures import assert_fires, torchrun
+from tests.support.parallel import ranks, zero
+from tests.support.real_failures import assert_fires
 
 pytestmark = pytest.mark.slow
 
-AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
-ZERO_2 = {**AUTO, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 2}}
+ZERO_2 = zero(2)
 ADAM_IN_BF16 = {"optim": "adamw_torch", "learning_rate": 0.1, "bf16": True}
 TENSOR = {**ZERO_2, "tensor_parallel": {"autotp_size": 2}}
 SDPA = {"PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa"}
@@ -31,8 +31,6 @@ def ddp(tmp_path_factory):
 
 
 def test_deepspeed_sequence_parallelism_doubles_gradients_changes_losses_and_is_refused(ddp, tmp_path):
-    from accelerate import ParallelismConfig
-
     reports = ranks(tmp_path, 2, settings=of(4, deepspeed=ZERO_2), sizes={"sp_size": 2}, variables=SDPA)
     assert reports[0]["grad_norm"][0] / ddp["grad_norm"][0] == pytest.approx(2, rel=0.05)
     assert abs(reports[0]["loss"][0] - ddp["loss"][0]) > 1e-4
@@ -70,6 +68,6 @@ def test_deepspeed_stage_0_in_bf16_has_other_losses_than_ddp_and_is_refused(tmp_
 
 def test_fsdp_variables_of_the_launcher_are_ignored_if_deepspeed_is_in_the_arguments(tmp_path):
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    output = torchrun(tmp_path, {"deepspeed": ZERO_2}, DS_ACCELERATOR="cpu", **variables)
-    assert output.count("TRAINED 2 DEEPSPEED DeepSpeedEngine") == 2, output
+    reports = ranks(tmp_path, 2, settings={"deepspeed": ZERO_2}, variables=variables)
+    assert [one["trained"] for one in reports] == [[2, "DEEPSPEED", "DeepSpeedEngine"]] * 2
     assert_fires("one_engine_is_asked_for", {"deepspeed": ZERO_2}, world=2, environment=variables)

@@ -2,22 +2,22 @@
 
 import inspect
 import os
-import subprocess
-import sys
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import launch
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from recipes.catalog import RECIPES
 from recipes.errors import Problem
 from recipes.rules.check import check
 from recipes.rules.probe import _optimizer_class, probe, probe_in_child, refused_by_library
-from recipes.run import here, resolve
 from recipes.run.files import shipped
 from recipes.run.hardware import Hardware
-from tests.support.real_failures import ZERO_2
-from tests.support.running import ROOT
-from tests.support.runs import DS, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, yaml
+from tests.support.running import python
+from tests.support.runs import DS, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, resolved, yaml
 
+ZERO_2 = {"zero_optimization": {"stage": 2}}
 BASELINE = "--recipe baseline"
 
 
@@ -87,18 +87,14 @@ BY_DEFAULT = [
     (Run(f"{DS} --max_grad_norm 0.5", files=ds_json()), "gradient_clipping", "is left out, so ds gradient"),
     (Run(f"{DS} --bf16", files=ds_json(bf16={})), "bf16.enabled", "so ds bf16.enabled=False vs hf bf16"),
     (Run(f"{DS} --learning_rate 3e-3", files=adam()), "optimizer.params.lr", "lr=0.001 vs hf learning_rate=0.003"),
-    (
-        Run(DS, files=adam(params={"lr": "auto", "torch_adam": True})),  # torch's own has another default
-        "optimizer.params.weight_decay",
-        "weight_decay=0.01 vs hf weight_decay=0.0",
-    ),
+    (Run(DS, files=adam(params={"lr": "auto", "torch_adam": True})),  # torch's own has another default
+     "optimizer.params.weight_decay", "weight_decay=0.01 vs hf weight_decay=0.0"),
     (Run(f"{DS} --warmup_steps 0.1", files=warmup(warmup_max_lr="auto")), "scheduler.params.warmup_num_steps",
      "warmup_num_steps=1000 vs hf warmup_steps=0.1"),
     (Run(DS, files=warmup(warmup_num_steps="auto")), "scheduler.params.warmup_max_lr", "=0.001 vs hf learning_rate"),
 ]  # fmt: skip
 # The value in the JSON or YAML, beside that of the arguments.
 BY_COMPARISON = [
-    (Run(DS, files=ds_json(gradient_accumulation_steps=3)), "gradient_accumulation_steps", "vs hf"),
     (Run(DS, files=ds_json(optimizer={"type": "Adam", "params": {"lr": 0.3}})), "optimizer.params.lr", "lr=0.3 vs hf"),
     (Run(yaml=deepspeed("gradient_clipping: 0.5")), "gradient_clipping", "=0.5 vs hf max_grad_norm=1.0"),
     (Run("--bf16_full_eval", yaml=deepspeed()), "mixed_precision", "=False vs hf bf16|bf16_full_eval=True"),
@@ -127,8 +123,6 @@ def test_all_contradictions_of_a_deepspeed_json_are_reported_at_once(tmp_path, m
 
 
 def test_fp8_in_an_accelerate_yaml_with_deepspeed_is_refused_with_bf16_as_the_fix(tmp_path, monkeypatch):
-    from accelerate.utils import launch
-
     monkeypatch.setattr(launch, "is_fp8_available", lambda: True)  # it looks for packages
     text = deepspeed() + "mixed_precision: fp8\n"
     (problem,) = probe(Run("--bf16 false", yaml=text, hardware=TWO_GPUS).resolve(tmp_path, monkeypatch))
@@ -137,17 +131,17 @@ def test_fp8_in_an_accelerate_yaml_with_deepspeed_is_refused_with_bf16_as_the_fi
 
 
 def test_the_library_probe_names_the_setting_that_a_library_refuses_and_its_source():
-    run = resolve(["--warmup_steps", "-1"], here(hardware=Hardware(), environment={}))
+    run = resolved("--warmup_steps -1")
     (problem,) = probe(run)
     assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
     assert "ValueError" in problem.what and problem.fix == "use another value, or leave it out"
-    two = resolve(["--ddp_backend", "mpi"], here(2, hardware=Hardware(), environment={}))
+    two = resolved("--ddp_backend mpi", 2)
     absent = ValueError("Your assigned backend mpi is not available, please use gloo")
     assert refused_by_library(two, absent).subject == "ddp_backend"
 
 
 def test_a_librarys_error_that_names_no_setting_is_reported_unchanged():
-    run = resolve([], here(hardware=Hardware(), environment={}))
+    run = resolved()
     found = refused_by_library(run, ValueError("The config of your backend is not available"))
     assert (found.subject, found.source) == ("TrainingArguments", "transformers")
     assert found.what == "The config of your backend is not available (ValueError)"
@@ -162,7 +156,7 @@ def test_a_librarys_error_that_names_no_setting_is_reported_unchanged():
 def test_the_library_probe_accepts_every_recipe_with_its_shipped_accelerate_yaml(recipe, hardware, world):
     config = str(shipped(RECIPES[recipe]().engine))
     argv, processes = ["--recipe", recipe], 1 if recipe == "baseline" else world
-    run = resolve(argv, here(processes, hardware=hardware, environment={}, accelerate_config=config))
+    run = resolved(argv, processes, hardware=hardware, accelerate_config=config)
     assert probe(run) == []
 
 
@@ -195,7 +189,7 @@ def test_adam_defaults_of_the_library_probe_equal_deepspeeds_fused_and_cpu_adam(
 
 
 def test_the_deep_check_accepts_tf32_and_nccl_for_gpus_that_are_on_another_machine():
-    run = resolve(["--tf32", "true", "--ddp_backend", "nccl"], here(2, hardware=TWO_GPUS, environment={}))
+    run = resolved("--tf32 true --ddp_backend nccl", 2, hardware=TWO_GPUS)
     assert probe(run) == [] and not [found for found in check(run) if found.severity == "error"]
 
 
@@ -215,9 +209,6 @@ def test_the_library_probe_of_a_launched_process_does_not_check_the_accelerate_y
 
 @pytest.mark.parametrize("yaml_file", ["standard.yaml", "memory_zero3.yaml", "sharded.yaml"])
 def test_the_library_probe_leaves_environment_and_accelerates_states_unchanged(yaml_file, tmp_path, monkeypatch):
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere"}.items():
         monkeypatch.setenv(name, value)
     run = Run(yaml=yaml_file, hardware=TWO_GPUS, world=2).resolve(tmp_path, monkeypatch)
@@ -229,10 +220,8 @@ def test_the_library_probe_leaves_environment_and_accelerates_states_unchanged(y
 
 
 def test_the_library_probe_restores_an_accelerate_state_that_existed_before():
-    from accelerate.state import PartialState
-
     state = PartialState(cpu=True)
-    assert probe(resolve(["--recipe", "fast"], here(hardware=Hardware(), environment={}))) == []
+    assert probe(resolved("--recipe fast")) == []
     assert state.device.type == "cpu" and PartialState().num_processes == 1
 
 
@@ -244,7 +233,7 @@ def test_the_library_probe_in_a_child_process_leaves_torch_unimported_in_the_par
         "found = probe_in_child(resolve(['--warmup_steps', '-1']))\n"
         "print([problem.subject for problem in found], 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code)
     assert (done.stdout.strip(), done.stderr) == ("['warmup_steps'] False", "")
 
 
@@ -254,5 +243,5 @@ def test_a_library_probe_that_dies_is_reported_with_its_last_line_of_stderr(monk
         os._exit(7)
 
     monkeypatch.setattr("recipes.rules.probe.probe", dies)
-    (problem,) = probe_in_child(resolve([], here(hardware=Hardware(), environment={})))
+    (problem,) = probe_in_child(resolved())
     assert isinstance(problem, Problem) and "(exit code 7): libcudart.so: cannot open" in problem.what

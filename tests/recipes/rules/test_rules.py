@@ -10,10 +10,9 @@ from recipes import rules
 from recipes.catalog import RECIPES
 from recipes.rules.check import RULES, check
 from recipes.rules.facts import Rule
-from recipes.run import here, resolve
 from recipes.run.files import shipped
 from tests.recipes.rules import test_data_and_model, test_engine, test_table, test_training
-from tests.support.runs import A100, CPU, H100, T4, machine
+from tests.support.runs import A100, CPU, H100, T4, machine, resolved
 
 SUBJECTS = (test_table, test_training, test_engine, test_data_and_model)
 CASES = {name: runs for subject in SUBJECTS for name, runs in subject.CASES.items()}
@@ -84,6 +83,5 @@ def test_recipes_and_shipped_accelerate_yamls_are_legal_on_every_machine(recipe)
     for (hardware, world), file in itertools.product(MACHINES.values(), [None, *SHIPPED]):
         world = 1 if file == "single.yaml" else world  # which is what it starts
         config = str(shipped(file)) if file else None
-        place = here(world, hardware=hardware, accelerate_config=config, environment={})
-        found = check(resolve(["--recipe", recipe], place))
+        found = check(resolved(f"--recipe {recipe}", world, hardware=hardware, accelerate_config=config))
         assert not [str(one) for one in found if one.severity == "error"], (hardware, world, file)

@@ -2,25 +2,13 @@
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
+from peft import LoraConfig, get_peft_model
 
 from recipes import legal
 from recipes.rules.check import check
 from tests.support.real_failures import arguments, assert_fires, losses, tiny_llama, train
-from tests.support.runs import (
-    A100,
-    BEST,
-    CLASSIFY,
-    DS,
-    EVAL,
-    MODEL,
-    SGD,
-    T4,
-    Run,
-    ds_json,
-    machine,
-    model,
-    resolved,
-)  # fmt: skip
+from tests.support.runs import A100, BEST, CLASSIFY, DS, EVAL, MODEL, SGD, T4, Run, ds_json, machine, model, resolved
 
 MIN_LR = "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs"
 RECOMPUTES = "--gradient_checkpointing --gradient_checkpointing_kwargs"
@@ -235,8 +223,6 @@ def test_the_labels_become_less_likely_if_label_smoothing_is_above_one(tmp_path)
 
 
 def test_adapters_learn_nothing_if_their_alpha_is_0_or_their_dropout_1(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
     def learned(**lora) -> float:
         adapted = get_peft_model(tiny_llama(), LoraConfig(target_modules="all-linear", **lora))
         return loss_of(tiny_llama()) - loss_of(train(tmp_path, model=adapted, learning_rate=0.01).model)
@@ -294,8 +280,6 @@ def test_auto_find_batch_size_changes_the_global_batch(tmp_path):
 
 def batches_of(rank: int, **settings) -> list:
     """The batches of one of two ranks: of four rows, or of the rest of 20."""
-    from accelerate.data_loader import prepare_data_loader
-
     loader = torch.utils.data.DataLoader(range(20), batch_size=4)
     return list(prepare_data_loader(loader, num_processes=2, process_index=rank, put_on_device=False, **settings))
 

@@ -1,27 +1,14 @@
 """Rules about training that are functions, and what happens without them."""
 
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 
-from recipes.run import here, resolve
-from recipes.run.hardware import Gpu, Hardware
+from recipes.run.hardware import Gpu
+from tests.support import runs
 from tests.support.real_failures import BY_NAME, arguments, assert_fires, launched, train
-from tests.support.runs import (
-    A100,
-    BEST,
-    CLASSIFY,
-    DS,
-    EVAL,
-    H100,
-    SGD,
-    TWO_GPUS,
-    Run,
-    deepspeed,
-    ds_json,
-    fsdp,
-    machine,
-    resolved,
-    yaml,
-)  # fmt: skip
+from tests.support.runs import A100, BEST, CLASSIFY, DS, EVAL, H100, SGD, Run, ds_json, machine, resolved, yaml
 
 V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16 << 30)
 MISSPELT = '--gradient_checkpointing --gradient_checkpointing_kwargs {"use_rentrant":false}'
@@ -57,17 +44,20 @@ CASES = {
     "resume_starts_from_something": (
         Run("--resume_from_checkpoint outputs/checkpoint-7"), Run("--resume_from_checkpoint true")),
     "sharded_checkpoints_hold_the_optimizer": (
-        Run("--save_only_model", yaml=fsdp("fsdp_state_dict_type: SHARDED_STATE_DICT"), hardware=TWO_GPUS),
-        Run("--save_only_model", yaml=fsdp("fsdp_state_dict_type: FULL_STATE_DICT"), hardware=TWO_GPUS)),
+        Run("--save_only_model", yaml=runs.fsdp("fsdp_state_dict_type: SHARDED_STATE_DICT"), hardware=runs.TWO_GPUS),
+        Run("--save_only_model", yaml=runs.fsdp("fsdp_state_dict_type: FULL_STATE_DICT"), hardware=runs.TWO_GPUS)),
     "zero3_saves_whole_weights": (
-        Run(yaml=deepspeed("zero_stage: 3")), Run(yaml=deepspeed("zero_stage: 3", "zero3_save_16bit_model: true"))),
+        Run(yaml=runs.deepspeed("zero_stage: 3")),
+        Run(yaml=runs.deepspeed("zero_stage: 3", "zero3_save_16bit_model: true"))),
 }  # fmt: skip
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
     ("nested_settings_are_known", Run('--accelerator_config {"even_batch":true}'), "accelerator_config"),
+    ("best_metric_is_reported",
+     Run(f"{CLASSIFY} --prediction_loss_only {EVAL} --metric_for_best_model accuracy"), "loss"),
     ("yaml_precision_agrees_with_arguments", Run("--bf16", yaml=FP8), "mixed_precision"),
-    ("yaml_compiles_what_the_arguments_do_not", Run(yaml=deepspeed() + "\n".join(DYNAMO)), "dynamo_config"),
+    ("yaml_compiles_what_the_arguments_do_not", Run(yaml=runs.deepspeed() + "\n".join(DYNAMO)), "dynamo_config"),
     ("zero3_saves_whole_weights",  # in a JSON without a section for ZeRO, too
      Run(DS, files={"ds.json": {"tensor_parallel": {"autotp_size": 2}}}, world=2), "stage3_gather_16bit_weights"),
 ]  # fmt: skip
@@ -77,7 +67,7 @@ LEGAL_AFTER_ALL = [
     ("nested_settings_are_known", Run('--fsdp_config {"verion":2}')),  # fsdp_config_is_read speaks of it
     ("yaml_precision_agrees_with_arguments", Run("--bf16 false", yaml=FP8)),
     ("offload_needs_adamw", Run(f"{DS} {SGD}", files=ds_json(zero_force_ds_cpu_optimizer=False))),
-    ("offload_needs_adamw", Run(f"--recipe memory {SGD}", yaml=deepspeed("zero_stage: 2"))),
+    ("offload_needs_adamw", Run(f"--recipe memory {SGD}", yaml=runs.deepspeed("zero_stage: 2"))),
     ("warmup_ends_before_the_run", Run("--max_steps 2")),  # the demonstration's own warm-up
     ("best_metric_is_reported", Run(f"{CLASSIFY} {EVAL} {BEST} --metric_for_best_model r2")),  # the data will tell
     ("best_is_the_better_value", Run(f"{EVAL} --greater_is_better true")),  # nothing reads it
@@ -99,7 +89,7 @@ def test_the_bf16_flag_wins_over_mixed_precision_in_the_accelerate_yaml(tmp_path
     file = write_yaml("MULTI_GPU", "mixed_precision: fp16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     assert arguments(tmp_path, bf16=True).mixed_precision == "bf16"
-    run = resolve(["--bf16"], here(accelerate_config=str(file), hardware=Hardware(), environment={}))
+    run = resolved("--bf16", accelerate_config=str(file))
     (problem,) = BY_NAME["yaml_precision_agrees_with_arguments"](run)
     assert problem.severity == "advice" and "--bf16 wins" in problem.what
 
@@ -115,9 +105,6 @@ def test_accelerate_compiles_for_a_dynamo_backend_of_the_yaml_without_torch_comp
 
 def test_accelerate_replaces_fp8_by_fp16_on_a_gpu_without_fp8(write_yaml, monkeypatch):
     """Only which card and which packages there are is a stand-in."""
-    import torch
-    from accelerate import Accelerator
-
     monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -148,9 +135,6 @@ def test_recent_torch_on_a_v100_has_to_be_built_for_cuda_12_6(torch, severity, m
 def test_optimizer_offload_silently_replaces_the_optimizer_by_deepspeed_cpu_adam(optim, monkeypatch):
     """Accelerate's own decision; only the class that would be compiled from C++ is a stand-in."""
     adam = pytest.importorskip("deepspeed.ops.adam")
-    import torch
-    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
-
     monkeypatch.setattr(adam, "DeepSpeedCPUAdam", lambda groups, **options: "DeepSpeedCPUAdam")
     weight = [torch.nn.Parameter(torch.ones(1))]
     if optim == "sgd":

@@ -59,7 +59,6 @@ def test_yaml_values_like_1e_4_no_and_null_in_a_config_file_get_the_type_of_thei
         ("--learning_rate", "Fix: --learning_rate with a number"),
         ("--run_name a b", "needs one value, got 'a b'"),
         ("--no_packing true", "no_packing: is not an argument"),
-        ("--lerning_rate 1", "Fix: --learning_rate"),
     ],
 )
 def test_a_mistake_in_a_command_line_has_a_fix(words, expected):
@@ -72,12 +71,6 @@ def test_the_function_with_flags_replaces_adds_or_removes_flags_of_a_command_lin
     flags = {"global_batch_size": 4, "packing": None, "lora_target_modules": ["c", "d"], "fit": True}
     words = "--seed 1 --global_batch_size 4 --lora_target_modules c d --fit true"
     assert with_flags(argv, flags) == words.split()
-
-
-def test_a_setting_given_under_both_its_old_and_its_new_name_is_refused():
-    if "activation_checkpointing" not in legal.trainer_fields():
-        pytest.skip("this transformers has only the old name")
-    assert resolved("--gradient_checkpointing true --activation_checkpointing false").problems
 
 
 def field(annotation, default=None):

@@ -52,36 +52,28 @@ def test_use_cpu_turns_bf16_torch_compile_and_tf32_off_on_a_machine_with_a_gpu()
 
 # --- The engine that trains -----------------------------------------------------------------------
 
-OFFLOADED = "FSDP2, optimizer and parameter offload"
+TP, OFFLOADED = "DeepSpeed ZeRO-1, tensor parallel 2", "FSDP2, optimizer and parameter offload"
 RANK = {"RANK": "0", "WORLD_SIZE": "2"}
 FSDP = {**RANK, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_OFFLOAD_PARAMS": "false"}
+IN_FSDP = {"launched": True, "environment": FSDP}
+OFFLOADS = {"launched": True, "environment": {**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}}
 DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 ENGINES = {
     "a recipe on GPUs": ("--recipe sharded", TWO_GPUS, {}, "FSDP2"),
     "a recipe on a CPU, where FSDP is plain DDP": ("--recipe sharded", CPU, {}, "DDP"),
-    "--deepspeed": ("--deepspeed ds.json", CPU, {}, "DeepSpeed ZeRO-1, tensor parallel 2"),
-    "--deepspeed beside FSDP": (
-        "--deepspeed ds.json",
-        CPU,
-        {"accelerate_config": "sharded"},
-        "DeepSpeed ZeRO-1, tensor parallel 2",
-    ),
+    "--deepspeed": ("--deepspeed ds.json", CPU, {}, TP),
+    "--deepspeed beside FSDP": ("--deepspeed ds.json", CPU, {"accelerate_config": "sharded"}, TP),
     "--fsdp": ('--fsdp true --fsdp_config {"cpu_offload":true}', TWO_GPUS, {}, OFFLOADED),
     "--fsdp in words": (["--fsdp", "full_shard offload"], TWO_GPUS, {}, OFFLOADED),
     "--fsdp on a CPU": ("--fsdp true", CPU, {}, "DDP"),
     "a memory recipe under a DDP YAML": ("--recipe memory", CPU, {"accelerate_config": "ddp.yaml"}, "DeepSpeed ZeRO-2"),
     "sharded in one launched process": ("--recipe sharded", machine(H100), {"launched": True}, "FSDP2"),
     "sharded under torchrun": ("--recipe sharded", TWO_GPUS, {"launched": True, "environment": RANK}, "FSDP2"),
-    "an FSDP launch on a CPU": ("--recipe sharded", CPU, {"launched": True, "environment": FSDP}, "DDP"),
-    "standard in an FSDP launch": ("", TWO_GPUS, {"launched": True, "environment": FSDP}, "FSDP1"),
+    "an FSDP launch on a CPU": ("--recipe sharded", CPU, IN_FSDP, "DDP"),
+    "standard in an FSDP launch": ("", TWO_GPUS, IN_FSDP, "FSDP1"),
     "memory under torchrun": ("--recipe memory", CPU, {"launched": True, "environment": RANK}, "DeepSpeed ZeRO-2"),
-    "--fsdp in an FSDP launch": ("--fsdp true", TWO_GPUS, {"launched": True, "environment": FSDP}, "FSDP2"),
-    "--fsdp in an FSDP launch that offloads": (
-        "--fsdp true",
-        TWO_GPUS,
-        {"launched": True, "environment": {**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}},
-        OFFLOADED,
-    ),
+    "--fsdp in an FSDP launch": ("--fsdp true", TWO_GPUS, IN_FSDP, "FSDP2"),
+    "--fsdp in an FSDP launch that offloads": ("--fsdp true", TWO_GPUS, OFFLOADS, OFFLOADED),
 }
 
 

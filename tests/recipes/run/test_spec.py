@@ -18,12 +18,13 @@ def test_each_setting_names_the_source_of_its_value(config):
     assert sources == ["command line", path, "recipe standard", "batch arithmetic", "library default", "hardware"]
 
 
-def test_activation_checkpointing_is_the_same_setting_as_gradient_checkpointing():
+def test_activation_checkpointing_and_gradient_checkpointing_are_one_setting_given_once():
     if "activation_checkpointing" not in legal.trainer_fields():
         pytest.skip("this transformers has only the old name")
     run = resolved("--activation_checkpointing")
     assert run["gradient_checkpointing"] is True
     assert run.training_arguments()["activation_checkpointing"] is True
+    assert resolved("--gradient_checkpointing true --activation_checkpointing false").problems
 
 
 def test_the_demonstrations_max_steps_do_not_apply_where_data_or_epochs_are_given():

@@ -140,11 +140,8 @@ def test_lost_time_without_a_measured_cause_is_called_unexplained():
 
 @pytest.mark.parametrize(("ranks", "says"), [([1, 1], "(rank 1, node, cuda:0)."), ([1, 0], "for 500 ms.")])
 def test_a_straggler_is_named_by_rank_and_device_only_if_it_is_always_the_same_rank(ranks, says):
-    slow = [
-        row(2, 0.7, forward=0.2, no_sync_step=0.5, no_sync_step_max=0.7, slowest_rank=rank, slowest_host="node")
-        for rank in ranks
-    ]
-    slow = [replace(one, slowest_device="cuda:0") for one in slow]
+    known = dict(forward=0.2, no_sync_step=0.5, no_sync_step_max=0.7, slowest_host="node", slowest_device="cuda:0")
+    slow = [row(2, 0.7, slowest_rank=rank, **known) for rank in ranks]
     assert "stragglers" in words_of(ALONE + slow) and says in words_of(ALONE + slow)
 
 

@@ -1,4 +1,4 @@
-"""The `recipes` command. It starts fast, because it imports only the command that is called.
+"""The `recipes` command, which starts fast: it imports only the command that is called.
 
 The module of a command has a function `add_parser(commands)`, which adds the command's parser to
 argparse's `commands`. This parser sets `run`, the function that carries out the command. `run` gets

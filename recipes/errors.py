@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Problem:
     """One finding about a run. An `error` stops the run, an `advice` does not.
 
-    `subject` is the name of a flag, a YAML key, a file or a variable. `source` says where the
-    subject's value comes from, such as `command line`, a file or `library default`.
+    `subject` is the name of a flag, a YAML key, a file or a variable. `source` is the origin
+    of the subject's value, such as `command line`, a file or `library default`.
     """
 
     subject: str

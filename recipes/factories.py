@@ -71,8 +71,8 @@ def recipe(name: str):
     `num_processes` is the environment's WORLD_SIZE if not given. `global_batch_size` (16 examples
     per optimizer step over all processes if not given) is split into micro-batch and accumulation;
     any other keyword overrides the recipe. Raises `UserError` for illegal settings or combinations,
-    and for a setting that `args_class` refuses or lacks. What only the script knows, such as its
-    metrics, is not checked. Warns if no launcher has set up the recipe's engine. To give DDP
+    and for a setting that `args_class` refuses or lacks. The script's own facts, such as its
+    metrics, are not checked. Warns if no launcher has set up the recipe's engine. To give DDP
     settings such as `gradient_as_bucket_view`, call `launch.training.trainer.apply_ddp_settings(trainer,
     {{"gradient_as_bucket_view": True, "ddp_comm_hook": "no"}})`.
     """
@@ -90,7 +90,7 @@ def _warn_without_engine(run: RunSpec) -> None:
     is_there = launched is not None and (launched.kind, launched.zero_stage) == (wanted.kind, wanted.zero_stage)
     if is_there or run.place.environment.get("RANK", "0") != "0":
         return
-    what = f"{wanted.title} needs a launcher: this script trains on {launched.title if launched else 'one process'}"
+    what = f"{wanted.title} needs a launcher: this script trains with {launched.title if launched else 'one process'}"
     script = shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "SCRIPT.py"
     command = f"{launch_with(run.recipe.engine)} --num_processes {run.world_size} {script}"
     warnings.warn(f"{what} instead. Fix: {command}", stacklevel=3)

@@ -25,7 +25,7 @@ class RunFlags:
     fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
     fit_only: bool = flag(False, "find the largest micro-batch even if fit.json has one already, and do not train")
     memory_limit: float | None = flag(
-        None, "GB (10^9 bytes) of GPU memory that a process may use; without a GPU, of RAM (to within 5 %)"
+        None, "most GPU memory of a process, in GB (10^9 bytes); without a GPU, most RAM (to within 5 %)"
     )
     measure: str | None = flag(
         None, "add a line to this .jsonl file: the time of each part of a step (for `recipes scale report`)"
@@ -45,7 +45,7 @@ class RunFlags:
     lora_r: int = flag(16, "rank of the LoRA matrices")
     lora_alpha: int = flag(32, "LoRA's updates are multiplied by lora_alpha / lora_r")
     lora_dropout: float = flag(0.05, "dropout before the LoRA matrices")
-    lora_target_modules: list[str] | None = flag(None, "modules to adapt: q_proj v_proj [linear layers but the head]")
+    lora_target_modules: list[str] | None = flag(None, "modules, such as q_proj v_proj [linear layers but the head]")
     use_dora: bool = flag(False, "DoRA: LoRA with a trained magnitude for each output; needs --use_peft")
     load_in_4bit: bool = flag(False, "QLoRA: the frozen weights in 4 bits (bitsandbytes); needs --use_peft")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", "4-bit type of the frozen weights")

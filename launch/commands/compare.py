@@ -373,7 +373,7 @@ _ALIKE = 0.02  # two runs of the same training can differ by this share of their
 
 def noise_can_make(name: str, *both: Json) -> bool:
     """True if noise alone can cause the difference of a time or speed between two runs. The noise
-    is estimated from how uneven the steps of each run were, but is at least 2 %.
+    is estimated from the scatter of each run's step times, and is at least 2 %.
     """
     first, other = (record.get(name) for record in both)
     if name not in (*_SECONDS, *_SPEEDS) or first is None or other is None or first == other:

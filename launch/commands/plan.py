@@ -146,7 +146,7 @@ def _print_notes(plan: Plan) -> None:
     """Print notes on single recipes, and the recipes that are refused."""
     for entry in plan.recipes:
         if entry.moment == EVALUATION:
-            print(f"{entry.name}: evaluations need more memory than steps; --per_device_eval_batch_size sets how much")
+            print(f"{entry.name}: evaluations set the peak; a smaller --per_device_eval_batch_size lowers it")
     for note in dict.fromkeys(note for entry in plan.recipes for note in entry.notes):
         print(f"{', '.join(entry.name for entry in plan.recipes if note in entry.notes)}: {note}")
     for name, why in plan.refused.items():

@@ -121,7 +121,7 @@ _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 
 def _matters(row: Row, record: Json, run: RunSpec) -> bool:
-    """True if the difference can change the training. False if it follows from another difference,
+    """True if the difference can change the training. False if another difference causes this one,
     or if only the recorded or only the installed version of a library has the setting.
     """
     name, then = row.name, row.values[0]

@@ -43,10 +43,10 @@ _MERGE = f"""
 --model_name_or_path MODEL  the base model [the run's base model]
 """
 # The largest difference, relative to the largest logit, that is allowed between the logits of the
-# merged model and of base plus adapter. Merged weights are rounded to the type of the base model.
+# merged model and of base plus adapter. Merged weights are rounded to the base model's dtype.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 INPUTS, LENGTH = 3, 16  # sequences that both models get, and tokens of each
-# Settings in place of those that only a training needs, such as saving and reporting.
+# Overrides that turn off what only a training needs, such as saving and reporting.
 _OFF = {
     "eval_strategy": "epoch", "save_strategy": "steps", "load_best_model_at_end": False, "push_to_hub": False,
     "report_to": "none", "measure": None, "early_stopping_patience": None, "fresh": False,
@@ -102,7 +102,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     unknown = sorted({*(data.labels or ())} - {*classes}) if data.problem_type != "regression" else []
     if classes and unknown:
         what = f"has {', '.join(unknown[:5])}, but the model knows only {', '.join(classes)}"
-        raise mistake("dataset_label_field", what, "write the model's names of the classes in this column")
+        raise mistake("dataset_label_field", what, "use the model's class names in this column")
     print(f"{name}, split {run['dataset_test_split']}: {data.eval}")
     with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data)
@@ -156,7 +156,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
         whole = {"model_name_or_path": str(folder), "model_revision": "main", "use_peft": False, "load_in_4bit": False}
         changed = {**changed, **whole}
         if _is_outdated(folder, folder.parent):
-            print_note(f"{folder} was merged before its adapter was trained further", console(stderr=True))
+            print_note(f"{folder} is older than its adapter: run `recipes merge` again", console(stderr=True))
     run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
     raise_errors(list(run.problems))
     print_progress("importing the libraries", console(stderr=True))

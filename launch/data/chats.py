@@ -204,7 +204,7 @@ class _Template:
             without = [*self.chat[:number], {**message, "content": rest}, *self.chat[number + 1 :]]
             if rest != content and self.text == self.render(without):
                 part = "the reasoning of an answer" if rest else f"a message of the {role}"
-                fix = "save the model with a chat_template.jinja that writes it, or use chats without it"
+                fix = "save the model with a chat_template.jinja that writes the whole chat, or chats without this part"
                 raise mistake("dataset_name", f"the tokenizer's chat template leaves out {part}", fix)
 
     def render(self, chat: Messages, **options) -> str:

@@ -47,7 +47,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
     only = "".join(columns) if len(columns) == 1 else ""
     if separator := next((sign for sign in ";\t" if sign in only), ""):
         what = f"{part.name} separates its columns by {separator!r}; only commas are read"
-        fix = f"pandas.read_csv({part.name!r}, sep={separator!r}).to_csv({part.name!r}, index=False) writes commas"
+        fix = f"run pandas.read_csv({part.name!r}, sep={separator!r}).to_csv({part.name!r}, index=False)"
         return [Problem("dataset_name", what, fix)]
     if absent := [name for name in part.columns if name not in columns]:
         what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"
@@ -68,10 +68,10 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
             if run[flag] and is_text:
                 return [Problem(flag, f"{said}, and no {needed}", f"use data with {needed}, or --{flag} false")]
         if is_text and run["dataset_label_field"] in has:
-            what = f"{said}: a language model learns the text, and no {run['dataset_label_field']}"
-            return [Problem("task", what, "--task sequence_classification if it should", severity="advice")]
+            what = f"{said}: --task {run['task']} learns the text and ignores {run['dataset_label_field']}"
+            return [Problem("task", what, "--task sequence_classification, to learn the labels", severity="advice")]
     return [
-        Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to one of these columns")
+        Problem(field, f"there is no column {run[field]!r}; {said}", f"{instead}set --{field} to an existing column")
         for field in fields
         if run[field] not in has
     ]

@@ -32,7 +32,7 @@ def held_out(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def demo_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with four special tokens. Any text survives it unchanged."""
+    """Return a byte-level tokenizer with four special tokens. Decoding is lossless."""
     # Each byte is written as one printable character.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))

@@ -1,4 +1,4 @@
-"""Encode rows as tokens and labels. A row's columns tell its format: text, prompt and completion,
+"""Encode rows as tokens and labels. A row's columns set its format: text, prompt and completion,
 chat, Alpaca, or token ids.
 """
 
@@ -102,7 +102,7 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
     value = row.get(column)
     if not isinstance(value, str | None):
         what = f"holds {one_line(repr(value)[:100])} in the column {column!r}, which is not text"
-        fix = "put text in this column in every row, or write a .parquet: for the numbers of a .csv, "
+        fix = "put text in this column in every row; if a .csv holds numbers there, run "
         raise mistake(subject, what, f"{fix}pandas.read_csv(FILE, dtype=str).to_parquet(NEW_FILE)")
     return value or ""
 
@@ -124,8 +124,8 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
         return [(ids, ids) for ids in tokenize(prompts, truncation=True, max_length=run["max_length"])]
     found: list[Tokens] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # Llama 2's tokenizer begins each text with a space, which a completion must not get: after a
-    # line break it gets none.
+    # Llama 2's tokenizer adds a space before a text, but not after a line break. So a line break
+    # precedes a completion.
     line, letter, both = tokenize(["\n", "a", "\na"], add_special_tokens=False)
     lead = line if [*line, *letter] != both else []
     written = ["\n" * bool(lead) + text.completion for text in texts]

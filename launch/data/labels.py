@@ -72,7 +72,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
             raise mistake("problem_type", what, "leave problem_type out, or use a column of numbers")
         return Target(REGRESSION, [name])
     kind, values = (feature.feature, {one for label in labels for one in label}) if is_list else (feature, labels)
-    # Lists of equal length that hold only 0 and 1 name no classes. They hold a flag for each class.
+    # Lists of equal length that hold only 0 and 1 name no classes, but hold a flag for each class.
     lengths = {len(label) for label in labels} if is_list and isinstance(kind, Value) and values <= {0, 1} else set()
     if len(lengths) == 1 and (outputs := max(lengths)) > 1:
         names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
@@ -105,7 +105,7 @@ def _labels(rows: Dataset, name: str, flag: str) -> set:
     labels = [tuple(label) if isinstance(label, list) else label for label in found]
     if unusable := sum(not _is_usable(label) for label in labels):
         what = f"the column {name!r} has {plural(unusable, 'row')} without a usable label"
-        fix = "write a class, a number, or a list that may be empty in every row; a .csv's None and NA are no labels"
+        fix = "give every row a class, a number or a list (which may be empty); None and NA in a .csv are no labels"
         raise mistake(flag, what, fix)
     return set(labels)
 

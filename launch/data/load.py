@@ -15,7 +15,7 @@ from launch.data.labels import Labelled, Target, labelled, recognise
 from launch.data.streams import Stream, open_part
 from launch.data.tokens import lengths_of, numbers_of, of_parts, tokenized
 from launch.host.world import World
-from recipes.errors import UserError, mistake
+from recipes.errors import UserError, mistake, plural
 from recipes.mixture import title
 from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
@@ -122,7 +122,7 @@ def _rows(
     if not (left_out := sum(int((~one).sum()) for one in learns)):
         return rows, str(rows)
     first = f" (first: row {learns[0].argmin() + 1:,})" if len(learns) == 1 else ""
-    return rows, f"{rows}, {left_out:,} left out{first}: their text or answer is missing, empty or cut off"
+    return rows, f"{rows}, {plural(left_out, 'row')} left out{first}: the text or answer is missing, empty or cut off"
 
 
 # --- Examples as a person reads them --------------------------------------------------------------

@@ -170,8 +170,8 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
             builder = datasets.load_dataset_builder(str(path), config)
             read = {Path(file).resolve() for files in (builder.config.data_files or {}).values() for file in files}
             unread = [file.name for file in files_in(path) if file_kind(file) and file.resolve() not in read]
-            if unread and read:  # the split of a file is found in its name, perhaps in that of some files only
-                note = f"{name}: {plural(len(unread), 'file')} not read, such as {unread[0]}; '{name}/*' reads all"
+            if unread and read:  # `datasets` finds splits by file name, perhaps in some of the files only
+                note = f"{plural(len(unread), 'file')} in {name} not read, such as {unread[0]}: '{name}/*' reads all"
                 print_note(note, console(os.environ.get("RANK", "0") == "0"))
             return builder.as_streaming_dataset()
         kind = str(file_kind(path))

@@ -117,7 +117,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """For each window from `first` on, yield its start in a part, and its examples of it."""
+        """From `first` on, yield each window's start in a part, and that part's examples."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -165,8 +165,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
-    """Return a reader's shards, its index among the readers of these shards, and their number. They
-    take rows in turns. A reader is one data worker of a rank.
+    """Return a reader's shards, its index among the readers of these shards, and how many such
+    readers take turns in the rows. A reader is one data worker.
 
     Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
     rows have an epoch number of their own; all workers of a process share that of `rows`.

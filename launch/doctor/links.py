@@ -55,7 +55,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def together(self) -> None:
-        """Wait for the other ranks, so that all ranks load this machine at the same time."""
+        """Wait for the other ranks, so that all ranks begin their work at the same time."""
         if self.size > 1:
             dist.barrier()
         self.wait()

@@ -178,7 +178,7 @@ def visible_gpus(request: Request) -> Check:
     if visible and listed and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed])
         if invalid is not None:
-            what = f"{invalid!r} in CUDA_VISIBLE_DEVICES={visible} is no GPU or is repeated, so CUDA sees {len(seen)}"
+            what = f"{invalid!r} in CUDA_VISIBLE_DEVICES={visible} is no GPU or repeated; GPUs left: {len(seen)}"
             return Check("error", "GPUs", what, f"use each index from 0 to {len(listed) - 1} at most once")
     if not seen and listed and not hidden:
         what = f"nvidia-smi lists {len(listed)}, but CUDA finds none"
@@ -188,7 +188,7 @@ def visible_gpus(request: Request) -> Check:
         return Check("ok", "GPUs", "CUDA sees no GPU: training and these checks use the CPU and gloo")
     words = f"{len(seen)} x {' and '.join(sorted({gpu.name for gpu in seen}))} visible, {needed} requested"
     if needed > len(seen):
-        return Check("error", "GPUs", words, f"--num_processes {len(seen) * request.nodes}, or more GPUs", fatal=True)
+        return Check("error", "GPUs", words, f"use --num_processes {len(seen) * request.nodes}", fatal=True)
     return Check("ok", "GPUs", words)
 
 
@@ -259,7 +259,7 @@ def limits(request: Request) -> Check:
             return Check(status, "limits", shown, fix, fatal=status == "error")
     locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
-        what = f"{memory_size(locked)} of locked memory, which InfiniBand needs"
+        what = f"only {memory_size(locked)} of locked memory, and InfiniBand needs more"
         return Check("warning", "limits", what, "`ulimit -l unlimited`, or docker --ulimit memlock=-1")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Check("ok", "limits", f"{'any number of' if files == resource.RLIM_INFINITY else files} open files")
@@ -302,7 +302,7 @@ def disk(request: Request) -> Check:
     if min(free.values()) < _GIB:
         return Check("error", "disk", words, fix, known)
     if min(free.values()) < 10 * _GIB:
-        advice = "make room: a model of 7B takes 15 GB, a checkpoint 12 bytes per parameter (--save_total_limit)"
+        advice = "make room, or lower --save_total_limit: a 7B model takes 15 GB, a checkpoint 12 bytes per parameter"
         return Check("warning", "disk", words, advice, known)
     return Check("ok", "disk", words, numbers=known)
 
@@ -339,12 +339,12 @@ def shared_memory(request: Request) -> Check | None:
 
 def cores(request: Request) -> Check:
     count, has = request.processes_per_node, request.hardware.cores
-    status, fix = ("warning", "use --cpus-per-task, docker --cpus, or fewer processes") if has < count else ("ok", "")
+    status, fix = ("warning", "raise --cpus-per-task or --cpus, or use fewer ranks") if has < count else ("ok", "")
     return Check(status, "CPU cores", f"{has} for {plural(count, 'process')}", fix)
 
 
 def compiler(request: Request) -> Check | None:
-    """Look for a C++ compiler: DeepSpeed builds its CPU Adam for optimizer offload with it."""
+    """Look for a C++ compiler, with which DeepSpeed builds its CPU Adam for offload."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     if found := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"):

@@ -23,7 +23,7 @@ _OF_TIMEOUT, _COLLECTIVE_SECONDS = 1 / 6, 20
 _LOOK = "run the doctor again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _FIXES = {
     "start": "install a torch that works here, built for the driver's CUDA: https://pytorch.org/get-started/locally",
-    "rendezvous": "use an address of node 0 for --main_process_ip that every node can reach",
+    "rendezvous": "give --main_process_ip an address of node 0 that every node can reach",
 }
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from launch import terminal
 from launch.host import memory, processes
 from launch.host.files import require_writable, writing
 from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World, early_store, launched, prepare_process, process_group
 from launch.output import record
-from launch.terminal import memory_size
+from launch.terminal import console, memory_size
 from launch.training.failure import OTHER_WAYS
 from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.quiet import quiet_libraries
@@ -56,8 +55,9 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     if world.is_main and "kept" not in start:
         record.write(run["output_dir"], found, FIT)
     batch = fitted.as_batch(run, found)  # from rank 0: other nodes may have other devices
-    next_run = "\nnext  `recipes train` with the same flags uses it" if run["fit_only"] else ""
-    terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}{next_run}", highlight=False)
+    next_run = "\nnext  `recipes train` with the same flags uses this micro-batch" if run["fit_only"] else ""
+    words = f"micro {batch.micro} x accumulation {batch.accumulation}: {batch.reason}{next_run}"
+    console(world.is_main).print(f"fit   {words}", highlight=False)
     return replace(run, batch=batch)
 
 
@@ -96,7 +96,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
     _tokenize(run)
     share, limit, guess = run.batch.micro * run.batch.accumulation, start["limit"], start["guess"]
     sizes = [size for size in range(1, share + 1) if share % size == 0]
-    out, probes = terminal.console(world.is_main), []
+    out, probes = console(world.is_main), []
 
     def runs(size: int) -> bool:
         # With two micro-batches, a probe holds the gradients that accumulation keeps in memory.
@@ -159,7 +159,7 @@ def _probe(request: Json, world: World, port: int) -> Json:
     if failed and not short:
         # Prefer a rank with its own reason over a rank that only lost its connection to another.
         rank, words = min(failed, key=lambda item: not item[1] or "onnection" in item[1])
-        what = f"micro-batch {request['micro_batch']} failed on rank {rank}, with an error that is not out of memory"
+        what = f"micro-batch {request['micro_batch']} failed on rank {rank}, with an error other than out of memory"
         raise Failure(f"{what}:\n{words}")
     return {
         "fits": not short,
@@ -250,7 +250,7 @@ def _train_on_longest(run: RunSpec, args, world: World, tokenizer, data, limit_b
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     data.train = repeated_longest(data.train, _STEPS * run.batch.total)
-    trainer = build_trainer(run, world, args, model, tokenizer, data, terminal.console(is_main=False))
+    trainer = build_trainer(run, world, args, model, tokenizer, data, console(is_main=False))
     trainer.remove_callback(StopOnNotANumber)  # the loss of a repeated example means nothing
     trainer.train()
     trainer.accelerator.free_memory()

@@ -92,10 +92,10 @@ class World:
         return result
 
     def gather(self, own: T, timeout: float = math.inf) -> list[T]:
-        """Return the `own` of every rank, in the order of ranks, once all ranks have called.
+        """Return each rank's `own`, in the order of ranks, once all ranks have called.
 
-        Before the process group exists, raises `Failure` if a rank neither calls nor gives a sign
-        of life for `timeout` seconds.
+        Before the process group exists, raises `Failure` if a rank neither calls nor sends a
+        heartbeat for `timeout` seconds.
         """
         if self.size == 1:
             return [own]
@@ -121,7 +121,7 @@ class World:
 
     @contextlib.contextmanager
     def heartbeat(self, timeout: int) -> Iterator[None]:
-        """Give signs of life in a process group, and print a note if the next rank gives none.
+        """Send heartbeats in a process group, and print a note if the next rank sends none.
 
         If a collective takes longer than `timeout` seconds, one rank raises `RankHangs` and the
         others `Failure`, with the names of the ranks that did not answer.
@@ -148,9 +148,9 @@ class World:
 
 
 # --- Signs of life --------------------------------------------------------------------------------
-# A thread of each rank writes signs of life to a store of torch.distributed, also during an
-# evaluation, a save or a compilation. This costs a step no time. Without signs of life, gloo only
-# reports a time-out, and a stopped rank on a GPU is noticed after half an hour, without its name.
+# A thread of each rank writes heartbeats to a store of torch.distributed, also during an
+# evaluation, a save or a compilation, at no cost to a step. Without heartbeats, gloo only reports
+# a time-out, and a stopped rank on a GPU is noticed after half an hour, without its name.
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # a longer silence is reported; reading data may hold the GIL for some seconds
@@ -180,7 +180,7 @@ def early_store(world: World) -> Store:
 
 @contextlib.contextmanager
 def _beating(world: World, store: Store) -> Iterator[Store]:
-    """During the block, a second thread gives signs of life. Yields a store for both threads."""
+    """In the block, a second thread sends heartbeats. Yields a store for use by both threads."""
     store, left = store.clone(), threading.Event()  # the main thread may be waiting in the original store
     thread = threading.Thread(target=_beat, args=(store, world, left), daemon=True)
     thread.start()
@@ -192,7 +192,7 @@ def _beating(world: World, store: Store) -> Iterator[Store]:
 
 
 def _beat(store: Store, world: World, left: threading.Event) -> None:
-    """Give signs of life and watch the next rank's, until this rank leaves or the launcher ends."""
+    """Send heartbeats and watch the next rank's, until this rank leaves or the launcher ends."""
     parent, after = os.getppid(), (world.rank + 1) % world.size
     name, silence = f"rank {world.rank} (pid {os.getpid()} on {socket.gethostname()})", _silence(store, after)
     noted = False

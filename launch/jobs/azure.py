@@ -67,7 +67,7 @@ python3 launch doctor
 
 @dataclass(frozen=True)
 class Azure(Target):
-    """The flags of this target: where the job runs, what it reads and writes, and the workspace.
+    """The flags of this target: the job's machines, inputs and outputs, and the workspace.
 
     No flag has been tried on Azure itself; Azure's own parser accepts all of them.
     """
@@ -99,7 +99,7 @@ class Azure(Target):
     workspace_name: str | None = flag(None, "name of the workspace [from the same config.json]")
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return the job's nodes. This machine cannot inspect them: assume one GPU per process."""
+        """Return the job's nodes with one assumed GPU per process: they are not visible here."""
         processes = processes or 1
         hardware = Hardware((ASSUMED_GPU,) * processes, cores=8 * processes)
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)
@@ -122,7 +122,7 @@ class Azure(Target):
         if not self.compute and not self.instance_type:
             found.append(("compute", "is not given", "use --compute NAME for a cluster, or --instance_type"))
         if self.spot and self.compute:  # a cluster has its own tier: Azure would ignore --spot, and charge for the tier
-            found.append(("spot", "needs serverless compute", "use --instance_type, not --compute, or no --spot"))
+            found.append(("spot", "needs serverless compute", "replace --compute by --instance_type, or omit --spot"))
         own_files(job, [Problem(*words) for words in found])
         inputs = self._inputs(job)
         content = {
@@ -343,7 +343,7 @@ def own_files(job: Job, found: Sequence[Problem] = ()) -> list[Path]:
         elif is_rows or text.startswith((".", "/", "~")) or existing_path(text):
             if name == "model_name_or_path" and model_folder(text):
                 continue  # an input of the job
-            fix = f"copy the file here and give --{name} {path.name}"
+            fix = f"copy the file into the current folder, and give --{name} {path.name}"
             fix = f"use --data {text}, which uploads it" if is_data and existing_path(text) else fix
             what = f"{text} is not a file in the current folder: only such files are uploaded with the code"
             problems.append(Problem(name, what, fix))
@@ -366,8 +366,8 @@ class Training(NamedTuple):
 def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
     """Return the run that a job's YAML starts, and the problems of that run.
 
-    `rest` holds flags of train.py on the command line. It must be empty, because such flags belong
-    in the YAML. Raises `UserError` if the YAML itself is wrong.
+    `rest` holds train.py's flags on the command line, and must be empty: such flags belong in
+    the YAML. Raises `UserError` if the YAML itself is wrong.
     """
     if rest:
         raise mistake(rest[0], "belongs in the YAML's command", f"move the flag into the command of {file}")
@@ -396,7 +396,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
         yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
     if not name or mapping(mapping(content.get("outputs")).get(name)).get("mode", "rw_mount") != "rw_mount":
-        what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
+        what = "loses everything if the job is preempted" if name else "writes to a folder that is deleted with the job"
         fix = "use --output_dir ${{outputs.run}}, and write mode: rw_mount below outputs.run"
         yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
 

@@ -272,7 +272,7 @@ def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
 def mounted(job: Job) -> list[str]:
     """Return the folders that a container must see, besides those that the script finds itself.
 
-    They are the folders of our package and of the Accelerate YAML, and of each file or folder that
+    The folders are those of our package, of the Accelerate YAML, and of each file or folder that
     a setting names by a path that is absolute or leaves the current folder. A missing output folder
     is listed too: the job creates it. Links are not resolved, as the container has the same paths.
     """

@@ -1,4 +1,4 @@
-"""Submit a run to this machine, to Slurm or to Azure ML, and report how submitted runs are doing.
+"""Submit a run to this machine, to Slurm or to Azure ML, and report the state of submitted runs.
 
 Every job is checked before it is sent.
 """
@@ -41,7 +41,7 @@ def submit(
     output: str | None = None,
     comment: str = "",
 ) -> int:
-    """Submit train.py with the arguments `argv`, or show what would be sent. Return the exit code.
+    """Submit train.py with the arguments `argv`, or only show the job. Return the exit code.
 
     `accelerate_config` is an Accelerate YAML that replaces the recipe's own. `comment` is a line
     for the top of the job's text. Raises `UserError` with every problem of the run or the job.
@@ -51,9 +51,7 @@ def submit(
     if output and not dry_run:
         raise mistake("output", "works only with --dry_run", "add --dry_run, or leave out --output")
     if processes_per_node is None and isinstance(target, Azure):  # the GPUs of Azure's nodes cannot be read from here
-        print_note(
-            "one process on each node: --processes_per_node N starts one for each of N GPUs", console(stderr=True)
-        )
+        print_note("each node gets one process: for N GPUs per node, use --processes_per_node N", console(stderr=True))
     place = target.place(processes_per_node, nodes, accelerate_config)
     job = checked_job(recipe, argv, place, accelerate_config, getattr(target, "data", ()), preflight)
     if job.run["fresh"] and not isinstance(target, Local):
@@ -101,7 +99,7 @@ def _show(text: str, job: Job, target: Target, file: str | None) -> int:
 
 
 def site_file() -> Path:
-    """Return the path of the site file, which may not exist. It holds flags for all jobs, such as
+    """Return the path of the site file (which may not exist) with flags for all jobs, such as
 
     slurm: {partition: gpu, account: lab, module: [cuda/12.6], venv: /shared/venv}
     azureml: {compute: gpu-cluster, workspace_name: lab}
@@ -123,7 +121,7 @@ def site_defaults(target: str) -> dict[str, Any]:
         raise mistake(name, "is not a target", nearest(name, TARGETS) or "one of " + ", ".join(TARGETS), str(file))
     section = content.get(target) or {}
     if not isinstance(section, Mapping):
-        fix = "write `name: value` on each line below it, indented"
+        fix = f"write `name: value` on each line below `{target}:`, indented"
         raise mistake(target, "holds no flags", fix, str(file))
     known = {field.name: isinstance(field.default, bool) for field in fields(TARGETS[target])}
     words: list[str] = []
@@ -138,7 +136,7 @@ def site_defaults(target: str) -> dict[str, Any]:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         name = str(error.argument_name).partition("/")[0].strip("-")
-        raise mistake(name, error.message, "use a value that the command line accepts", str(file)) from None
+        raise mistake(name, error.message, f"see `recipes submit {target} --help`", str(file)) from None
     if rest:
         name = rest[0].lstrip("-").partition("=")[0]
         fix = nearest(name, known) or f"see `recipes submit {target} --help`"

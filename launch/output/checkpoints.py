@@ -93,7 +93,7 @@ def manifest_of(folder: Path) -> Json:
 
 
 def is_committed(folder: Path) -> bool:
-    """True if the manifest says that the checkpoint is complete. The files are not checked."""
+    """True if the manifest marks the checkpoint as complete. The files are not checked."""
     return manifest_of(folder).get("files") is not None
 
 
@@ -196,8 +196,8 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the newest checkpoint of the folder's run whose manifest says that it is complete, or
-    None. Its files are not checked, unlike in a resume: there may be no time to read them.
+    """Return the newest checkpoint of the folder's run that its manifest marks as complete, or
+    None. A resume also checks the files; here there may be no time to read them.
     """
     run = record.read_intact(output_dir).get("run")
     own = (path for path in numbered(output_dir) if not is_foreign(path, run))
@@ -218,7 +218,7 @@ def inspect(path: Path, run: Json | None = None) -> Checkpoint:
 
 
 def _faults(path: Path, names: list[str]) -> list[str]:
-    """List what is missing, changed or broken, a line each. With a manifest, check every byte."""
+    """List missing, changed or broken parts, a line each. With a manifest, check every byte."""
     if not (path / MANIFEST).exists():
         if (path / _TRAINERS_MARKER).exists():
             return ["its save was not completed"]

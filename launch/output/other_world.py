@@ -55,7 +55,7 @@ def readers_of(checkpoint: Path) -> tuple[int, int] | None:
 
 
 def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
-    """Return a line about what will differ if `processes` processes, each with `workers` data
+    """Return a line about the differences if `processes` processes, each with `workers` data
     workers, resume from the checkpoint. None if nothing differs.
     """
     before = writers(checkpoint)
@@ -170,7 +170,7 @@ def shards(checkpoint: Path) -> int:
 
 
 def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
-    """Restore what DeepSpeed leaves out when it reads a universal checkpoint.
+    """Restore state that DeepSpeed does not read from a universal checkpoint.
 
     ZeRO-3 gives all parameter groups the settings of the first group, so that groups without weight
     decay would get weight decay. With torch's Adam, all weights would share one step counter, and

@@ -66,7 +66,7 @@ PACKAGES = (
     "numpy", "liger-kernel", "flash-attn",
 )  # fmt: skip
 # Variables that can change what a run computes: the GPUs, the order of sums, the kernels, switches
-# of libraries. Those that hold only a path or a setting of torch elastic (_ONLY_A_PLACE) cannot.
+# of libraries. Variables with only a path or a setting of torch elastic (_ONLY_A_PLACE) cannot.
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES OMP_NUM_THREADS MKL_NUM_THREADS CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE PYTHONHASHSEED "
     "NCCL_* GLOO_* ACCELERATE_* FSDP_* DS_* TORCH_* TORCHINDUCTOR_* PYTORCH_* HF_* TRANSFORMERS_*"
@@ -238,7 +238,7 @@ def kept_record(
 
 
 def several(record: Json) -> str:
-    """Return what a resume has changed (processes, versions, settings), in words; else empty."""
+    """Describe a resume's changes (processes, versions, settings); empty if there are none."""
     sessions = record.get("sessions") or [{}]
     worlds = dict.fromkeys(str(session.get("world_size")) for session in sessions)
     found = [f"processes: {', then '.join(worlds)}"] if len(worlds) > 1 else []

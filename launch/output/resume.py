@@ -282,7 +282,7 @@ def _skip(checkpoint: Checkpoint) -> str:
         remove([checkpoint.path])
         return f"{checkpoint.path.name} is incomplete ({', '.join(checkpoint.faults)}): skipped and deleted"
     kept = archive_damaged(checkpoint.path)
-    return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
+    return f"{checkpoint.path.name} cannot be resumed ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
 # --- The same training, or another ----------------------------------------------------------------
@@ -324,7 +324,7 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
         raise mistake(
             "accelerate_config",
             f"the checkpoints were written with {before}, and {by} cannot read them",
-            "use the engine of the checkpoints, another --output_dir, or --fresh",
+            f"train with {before} again, or use another --output_dir, or --fresh",
         )
 
 

@@ -44,7 +44,7 @@ class CommittingTrainer(Trainer):
             saving.result()
 
     def flush_model(self) -> Json:
-        """Flush the final model to the disk, before run.json says that the run has finished.
+        """Flush the final model to the disk, before run.json records the run as finished.
 
         Returns the size and checksum of each file of the model; empty except on rank 0.
         """

@@ -163,7 +163,7 @@ def _advice_words(size: Size, advice: Advice) -> str:
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
-    """Return the flags that an advice changes, and the `scale run --apply` command that tries them.
+    """Return the flags that the advice changes, and the `scale run --apply` command to try them.
 
     The command is left out unless all timings come from one file of `scale run`. If the advice
     changes no flag, the list is empty.
@@ -219,7 +219,7 @@ def results(series: Series) -> DataFrame:
         "speedup": [f"{size.speedup.median:.2f}" for size in sizes],
         "efficiency": [f"{size.efficiency.median:.1%}" for size in sizes],
         "band": [size.band or "reference" for size in sizes],
-        "main cause": [CAUSES[size.cause] if size.cause else size.losses.undecided for size in sizes],
+        "main cause": [CAUSES.get(key := size.cause or size.losses.undecided, key) for size in sizes],
         "accuracy": [_number(size.accuracy) for size in sizes],
     }
     return _table(series, columns)

@@ -6,6 +6,7 @@ This module imports nothing heavy, so that `train.py --help` answers at once.
 from __future__ import annotations
 
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -97,10 +98,11 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
         "changed": "\n".join(_changed(run)),
     }
     out.print(_table({name: line for name, line in lines.items() if line}))
-    rows = run.batch.total if run["dataset_streaming"] else len(data.train)  # type: ignore[arg-type]
+    rows = sys.maxsize if run["dataset_streaming"] else len(data.train)  # type: ignore[arg-type]
     if rows < run.batch.total * (10 if run["packing"] else 1):  # a packed row holds many examples
-        kind, fix = ("sequence", "--packing false") if run["packing"] else ("example", "a smaller --global_batch_size")
-        what = f"is {run.batch.total}, but an epoch has only {plural(rows, kind)}"
+        kind, fix = ("sequence", "--packing false") if run["packing"] else ("example", "lower --global_batch_size")
+        steps = plural(-(-rows // run.batch.total), "step")
+        what = f"is {run.batch.total}, so an epoch of {plural(rows, kind)} has only {steps}"
         print_problems([Problem("global_batch_size", what, fix, severity="advice")], out)
     if run.local_world_size < len(run.hardware.gpus):
         what = f"uses only {run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')}"

@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """Return how many examples are left for an epoch's last round, one micro-batch per process.
-    If it is 0 or less, no repeated examples fill up these micro-batches.
+    """Return how many examples are left for an epoch's last micro-batches, one per process; 0 or
+    less if no repeated examples fill these up.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Record a batch's place, return the rest. An error as its place raises `StreamBroke`."""
+        """Record a batch's place, return the rest. `StreamBroke` if the place is an error."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet

@@ -11,7 +11,6 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from rich.markup import escape
@@ -112,7 +111,7 @@ def _explained(error: BaseException, remedied: tuple[str, str] | None, folder: P
     if not folder:
         return f"{what.rstrip('.')}. {again}." if remedy else what
     then = f". {again}" if remedy else ": the same command starts over"
-    return f"{what}. Saved: no checkpoint yet{then}."
+    return f"{what}. No checkpoint was saved{then}."
 
 
 def _lost_a_rank(error: BaseException) -> bool:
@@ -185,11 +184,10 @@ def _is_first(run: RunSpec) -> bool:
 
 def _in_words(run: RunSpec, attempt: Json, checkpoint: str | None) -> str:
     micro = attempt["per_device_train_batch_size"]
-    batch = replace(run.batch, micro=micro, accumulation=run.batch.micro * run.batch.accumulation // micro)
     start = "from that checkpoint" if checkpoint else "from the start"
     without = "".join(f" without --{name}" for name, value in attempt.items() if value is None)
     command = f"the same command with {shlex.join(with_flags([], attempt))}{without}"
-    return f"{batch}, the same global batch, {start}: {command}"
+    return f"micro-batch {micro} at the same global batch, {start}: {command}"
 
 
 def next_flags(folder: Path) -> Json | None:

@@ -67,8 +67,8 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     # With a cache, transformers ignores where the examples of a packed row begin. Multimodal models
     # read the setting of their text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
-    # Classifiers find a text's last token by the padding token. It is set only after the model was
-    # built, because an embedding layer that knows this token, perhaps EOS too, never trains it.
+    # Classifiers find a text's last token by the padding token, which is set only now: an embedding
+    # layer that is built with it as padding_idx never trains it, and it may be EOS.
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
         _require_valid_generation_config(run, model)
@@ -80,9 +80,9 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
 
 
 def _require_valid_generation_config(run: Settings, model: PreTrainedModel) -> None:
-    """Raise `UserError` for a generation config that transformers refuses to save, which would end
-    the run at its first checkpoint. Vicuna's has a temperature without the `do_sample` that a
-    temperature needs: github.com/huggingface/transformers/issues/29988
+    """Set `do_sample` in a generation config that transformers refuses to save, such as Vicuna's:
+    github.com/huggingface/transformers/issues/29988. Raise `UserError` if that does not help: the
+    refusal would end the run at its first checkpoint.
     """
     try:
         model.generation_config.validate(strict=True)
@@ -392,6 +392,6 @@ def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
     modules = {f".{name}": type(module).__name__ for name, module in model.named_modules()}
     if missing := [target for target in wanted if not any(name.endswith(f".{target}") for name in modules)]:
         linear = {name.rpartition(".")[2] for name, kind in modules.items() if re.search("Linear|Conv1D", kind)}
-        fix = "choose, separated by spaces, from " + ", ".join(sorted(linear)[:12])
+        fix = "choose from " + ", ".join(sorted(linear)[:12]) + ", and separate names by spaces"
         raise mistake("lora_target_modules", f"the model has no module {', '.join(missing)}", fix)
     return wanted

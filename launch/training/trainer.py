@@ -127,8 +127,8 @@ class RecipeTrainer(CommittingTrainer):
         self._last_round = examples_in_last_round(kwargs["train_dataloader"])
         set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         group = self.args.process_index // self.get_tp_size()
-        # Else all ranks drop the same units (transformers#31412). Not earlier, because accelerate
-        # shuffles by the seed that it finds. The state in a rank's checkpoint is loaded later.
+        # Each rank gets its own dropout masks (transformers#31412), but not earlier: accelerate
+        # shuffles by the seed it finds. A checkpoint's random state is loaded later.
         if group and not self.timing.steps_trained:
             torch.manual_seed(self.args.seed + group)
         return super()._run_epoch(*args, **kwargs)
@@ -348,7 +348,7 @@ class RecipeTrainer(CommittingTrainer):
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
         damage = gather_object([inspect(best, self.identity).faults if is_main else ()])[0]
         if damage:  # or missing: Trainer would only warn
-            print_note(f"{best.name} is damaged ({', '.join(damage)}): the best model is not loaded", console(is_main))
+            print_note(f"the best model, {best.name}, is not loaded: {', '.join(damage)}", console(is_main))
             return
         self.make_readable(best)
         super()._load_best_model()
@@ -432,7 +432,7 @@ def build_trainer(
     end_workers_that_cannot_send()
     fewest = run.batch.micro * run.data_parallel_size if run["dataloader_drop_last"] else 0
     if not isinstance(data.train, Stream) and len(data.train) < fewest:  # type: ignore[arg-type]
-        what = f"drops every example: they do not fill one micro-batch of {fewest}"
+        what = f"drops every example: the data has fewer than {fewest}, one micro-batch for each process"
         raise mistake("dataloader_drop_last", what, "leave it out, or use a smaller --global_batch_size")
     if args.hub_token is not None:  # else Trainer writes it into training_args.bin; the model is loaded already
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None

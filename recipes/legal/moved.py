@@ -7,8 +7,8 @@ _GONE_5_0 = "was removed in transformers 5.0"
 _OTHER = "has another name here"
 _FLASH = (_OTHER, "attn_implementation: flash_attention_2")
 _SPLIT = (
-    "is a split of dataset_name here",
-    "name a folder: its files train.csv and test.csv (or .jsonl) are its splits",
+    "is no flag here: the data to evaluate on is a split of --dataset_name",
+    "give --dataset_name a folder with train.csv and test.csv (or .jsonl)",
 )
 
 # old name -> (what happened, what to write instead): Trainer's old names, and names in other tools

@@ -167,7 +167,7 @@ def facts() -> Json:
 
 
 def _fingerprint() -> str:
-    """Hash the libraries' paths, times and versions, and the two files' that read the libraries."""
+    """Hash the paths, times and versions of the libraries, and of the files that read libraries."""
     files = [Path(__file__), Path(__file__).with_name("libraries.py")]
     files += [folder / "__init__.py" for name in _PACKAGES if (folder := package_folder(name))]
     installed = [
@@ -198,7 +198,7 @@ def _ask() -> Json:
     except ValueError:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        what = f"importing them ended with {ended}: {lines[-1] if lines else 'without a message'}"
+        what = f"the import ended with {ended}: {lines[-1] if lines else 'without a message'}"
         shows = f"{sys.executable} -c 'import torch, accelerate; from transformers import Trainer'"
         raise mistake("torch, transformers, accelerate", what, f"reinstall the package that `{shows}` names") from None
 

@@ -260,7 +260,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
         if memory.kind == "fsdp":  # the pool of the reduce-scatters' stream stays reserved for gradients
             idle += max(0, memory.gradients - states.gradients)
         return replace(states, cached=min(idle, limit - states.total))
-    # The replay holds DeepSpeed's and FSDP's states at their fullest, so subtract its own peak.
+    # The replay holds the largest states of DeepSpeed and FSDP: subtract the replay's peak.
     allocated = requests.replay().peak_allocated if casts_the_model(memory.run) else states.allocated
     return replace(states, cached=max(0, requests.reserved() - allocated))
 

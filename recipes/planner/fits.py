@@ -40,7 +40,7 @@ from recipes.run import RunSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# On GPUs, plans were at most 5 % below the memory that was read, for models with experts 8 to 11 %
+# On GPUs, plans were at most 5 % below measured memory, for mixtures of experts 8 to 11 %
 # (tests/benchmarks/README.md).
 MARGIN = 0.06
 _estimators: dict[Any, Estimator] = {}  # by model, for all plans of this process
@@ -50,7 +50,7 @@ _estimators: dict[Any, Estimator] = {}  # by model, for all plans of this proces
 
 
 def estimator_of(config: PreTrainedConfig) -> Estimator:
-    """Return the Estimator of a model. It keeps its traces for the next plan in this process."""
+    """Return a model's Estimator, which keeps its traces for the next plan in this process."""
     key = type(config), config.to_json_string(), getattr(config, "_attn_implementation", None)
     return _estimators.setdefault(key, Estimator(config))
 
@@ -123,7 +123,7 @@ class Estimator:
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
         """Extrapolate from copies of a small batch. The number of copies has no factor in common
         with any size of the model (`at_batch`). The small batch is 1, or with Liger the batch's
-        largest odd factor: the loss has chunks of 2^n tokens, equally many for 3, 6 and 12 rows.
+        largest odd factor: 3, 6 and 12 rows make equally many chunks of the loss (2^n tokens).
         """
         from recipes.planner.trace import as_traced, trace_any
 
@@ -222,7 +222,7 @@ class Planner:
     """Plans runs of one model on GPUs with `usable` bytes, in nodes with `host` bytes of RAM.
 
     If `host` is None, any need of RAM fits. Times assume the share `mfu` of the GPU's peak, and
-    `bandwidth` in bytes/s (None: unknown). Raises what `Estimator.memory` and `Memory.gpu` raise.
+    `bandwidth` in bytes/s (None: unknown). Raises as `Estimator.memory` and `Memory.gpu` do.
     """
 
     estimator: Estimator
@@ -322,7 +322,7 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> I
     if moment == LOADING:
         yield "loading needs more memory than steps: each GPU holds all weights in 4 bits until they are sharded"
     if LOOP in kernels:
-        yield "planned with transformers' own loop over the tokens: kernels of another package would lower the peak"
+        yield "planned with transformers' own loop over the tokens: the model's optional kernels would lower the peak"
         yield "memory that torch caches is not counted: nvidia-smi shows more than the plan"
     if run["use_liger_kernel"] and not liger:
         yield "savings by Liger's kernels are not counted: the real peak is lower"

@@ -79,7 +79,7 @@ class Operations(TorchFunctionMode):
             return torch.ops.aten._scaled_dot_product_attention_math(*kept, enable_gqa=enable_gqa)[0]
 
     def _softmax(self, softmax: Callable, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
-        """Allocate as softmax, function or method, does. `dim` does not change the memory."""
+        """Allocate like softmax (function or method). `dim` does not change the memory."""
         if scores.dim() > 2 and scores.requires_grad:
             self.kernels.add(EAGER)
         if is_divided():
@@ -150,10 +150,10 @@ def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped:
 
     All fused kernels save the same tensors. Source: select_sdp_backend of torch's sdp_utils.cpp.
     Flash needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The efficient
-    kernel supports masks. It needs aligned head sizes, refuses bfloat16 below 8.0, and up to torch
-    2.13 refuses grouped heads (for later torch, plans are too high). cuDNN's kernel runs masked
-    grouped heads in 16 bits on 9.x and 10.x. The math kernel runs all else, such as grouped heads
-    in fp32, or without a mask below 8.0 (with a mask, transformers repeats the heads).
+    kernel supports masks, needs aligned head sizes, refuses bfloat16 below 8.0, and up to torch
+    2.13 refuses GQA (for later torch, plans are too high). cuDNN's kernel runs masked GQA in 16
+    bits on 9.x and 10.x. The math kernel runs all else, such as GQA in fp32, or without a mask
+    below 8.0 (with a mask, transformers repeats the heads).
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS

@@ -356,7 +356,7 @@ class Memory:
         return found
 
     def _fullest(self, states: Components, traced: Traced, accumulation: int) -> Components:
-        """Return `states` plus what a micro-batch adds at the moment that needs the most memory."""
+        """Return `states` plus a micro-batch's memory at the moment that needs the most memory."""
         alive, logits, made = traced.moments.T
         gathered = sent = 0 * made  # gathered parameters, and buffers for sending
         if self.kind != "fsdp":
@@ -461,7 +461,7 @@ class Memory:
         stored = self._shard(self._stored_bytes, 3)
         if self.stage < 3:
             return stored
-        # ZeRO-3 releases gathered parameters late. It gathers all experts of a layer at once.
+        # ZeRO-3 releases gathered parameters late, and gathers a layer's experts all at once.
         gathered = min(self.weights.total, max(MAX_LIVE_PARAMETERS, self.weights.largest_layer))
         return gathered * weight_bytes(self.run) + (0 if self.offloads_parameters else stored)
 

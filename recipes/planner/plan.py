@@ -39,7 +39,7 @@ class Plan:
     """
 
     model: str
-    shape: str  # describes the shape planned for a size, or for a model that the Hub did not give; else empty
+    shape: str  # describes the assumed shape if a size was given, or if the Hub failed; else empty
     parameters: int
     trained: int
     gpu: str
@@ -156,7 +156,7 @@ class Request:
     accelerate_config: str | None
 
     def run(self, recipe: str, **flags: object) -> RunSpec:
-        """Return the run of `recipe` with these flags. Raises `UserError` if it is not legal."""
+        """Return the run of `recipe` with these flags. Raises `UserError` for an illegal run."""
         local = self.num_processes // self.nodes
         liger = package_folder("liger_kernel") is not None
         place = here(
@@ -318,7 +318,7 @@ def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[Ne
             entry, fused = step.planned, {**changes, "use_liger_kernel": True}
             without_logits = entry.total_bytes - entry.components.logits
             if not entry.fits_gpu and without_logits <= planner.usable and not entry.run["use_liger_kernel"]:
-                cost = f"{slowdown}; Liger's loss makes the logits of a few tokens at a time"
+                cost = f"{slowdown}; Liger's loss computes the logits of a few tokens at a time"
                 step = _step(request, planner, row, recipe, fused, cost)
                 if estimator.liger(step.planned.run):
                     yield step
@@ -369,5 +369,5 @@ def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str
         yield "standard", in_16_bits, "none; frozen weights in 16 bits"
         if several:
             yield "sharded", in_16_bits, "frozen weights in 16 bits, gathered per micro-batch"
-    yield "standard", qlora, "weights are unpacked at each use; the time is not measured"
+    yield "standard", qlora, "4-bit weights are dequantized at each use; the time is not measured"
     yield "standard", {**qlora, "max_length": max(2, length // 2)}, "none, but half the context"

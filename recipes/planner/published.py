@@ -33,7 +33,7 @@ class Context:
     source: str
 
 
-# The context of a training in MiB, by the start of the GPU's name in the catalogue. It holds only
+# The context of a training in MiB, by the start of the GPU's name in the catalogue, with only the
 # kernels that were called: torch makes CUDA load a kernel at its first call (CUDA_MODULE_LOADING).
 _OURS = "torch 2.11, CUDA 13.0, driver 580.159.04, tests/gpu/results"
 _READ = {

@@ -2,7 +2,7 @@
 
 torch.compile divides each layer into a forward and a backward, and its min-cut partitioner chooses
 what the forward keeps. Here the same partitioner divides the layers, and both halves run operation
-by operation. Results that inductor would fuse into the kernel that reads them take no memory.
+by operation. A result that inductor would fuse into its consumer takes no memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,12 @@ def is_divided() -> bool:
 
 
 def divided() -> int:
-    """The number of different layers that this process has divided so far."""
+    """Return the number of distinct layers partitioned in this process."""
     return len(_divided)
 
 
 def compile_layers(model: torch.nn.Module, kind: str) -> None:
-    """Replace the forward of each layer in a list of equal layers, except in lists inside a layer.
+    """Partition the forward of each layer in a list of equal layers. Skip lists inside a layer.
 
     Models of one `kind` differ only in their number of layers, and share the divided layers.
     """
@@ -76,7 +76,7 @@ def _region(layer: Any, kind: str) -> Callable:
 
 
 def _compiled(half: torch.fx.GraphModule, inputs: list) -> Callable:
-    """Return a function that runs `half`. Fused operations in it only allocate their results."""
+    """Return a function that runs `half`, whose fused operations only allocate their results."""
     for node in half.graph.nodes:
         value, written = node.meta.get("val"), _is_written(node)
         if isinstance(value, torch.Tensor) and (_is_fused(node) or (_is_view(node) and not written)):

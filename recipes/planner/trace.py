@@ -298,7 +298,7 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Return the traced case: PACKAGED only if the model uses it, uncompiled if the model loops."""
+    """Return the case to trace: PACKAGED if the model uses it, uncompiled if the model loops."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
@@ -337,8 +337,8 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
     first = 1 + (not case.checkpointing) + in_16_bits + another_first
     tries = [depths(kinds, pieces) for pieces in range(first, 5)]
     if len({*types}) == 2 and len({*weights.layers}) == 1:
-        # Attention to a window often takes as much memory as attention to all tokens. If two layers
-        # of different kinds in a row show that, a piece is one layer, not a group with both kinds.
+        # Sliding-window attention often takes as much memory as full attention. If two adjacent
+        # layers, one of each kind, do, a piece is one layer, not a group with both kinds.
         turns = [n for n in range(first, len(types) - 1) if types[n - 1] not in (types[n], types[0])]
         for end in turns[:1]:  # the shallow model begins where its layers are of both kinds
             start = min(end - first, end - 1 - types[:end][::-1].index(types[end]))
@@ -400,7 +400,7 @@ def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> 
 
     So a size is constant (most are), grows with the length (attention scores), or shrinks (the
     state of a sequence). The result has nine allocations: gradients, activations and logits at
-    three moments, with the most activations and logits, the largest total, and all gradients.
+    each of three moments: most activations and logits, largest total, all gradients.
     """
     kinds = np.array([(1, one, 1 / one) for one in lengths])
     weights = np.linalg.solve(kinds.T, (1, length, 1 / length))

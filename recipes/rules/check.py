@@ -1,6 +1,6 @@
 """Report every problem of a run before anything starts: `check(run)`.
 
-`run.problems` already holds what `resolve` refused: wrong names and types, an impossible batch.
+`run.problems` already holds `resolve`'s findings: wrong names and types, an impossible batch.
 """
 
 from collections.abc import Iterator

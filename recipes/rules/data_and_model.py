@@ -1,7 +1,7 @@
 """Rules about train.py's data, and about a model's folder, type, length, attention and adapters.
 
-The rules judge a local model before the start. They judge a model on the Hub once its config.json
-is downloaded: train.py then applies the same rules again.
+The rules judge a local model before the start, and a model on the Hub once its config.json is
+downloaded: train.py then applies the same rules again.
 """
 
 import glob
@@ -149,7 +149,7 @@ def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
 
 
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
-    """Return the problem of an evaluation without a test split. `has` says which splits exist."""
+    """Return the problem of an evaluation without a test split. `has` names the splits."""
     what = f"there is nothing to evaluate on: {has}, no test and no validation"
     return Problem("dataset_test_split", what, f"{_SPLIT_FILES if streams else HELD_OUT}, or --eval_strategy no")
 
@@ -240,7 +240,7 @@ def the_model_can_do_the_task(run):
     if code in mapping(known_config(run).get("auto_map")):
         if not run["trust_remote_code"]:
             what = f"{name} comes with Python code"
-            yield Problem("trust_remote_code", what, "read it, then use --trust_remote_code")
+            yield Problem("trust_remote_code", what, "read the code, then use --trust_remote_code")
     elif not kind:
         what = f"{name} has no model_type in its config.json"
         yield Problem("model_name_or_path", what, "use the config.json that save_pretrained wrote")
@@ -288,8 +288,8 @@ def fuses_the_loss(run: RunSpec) -> bool:
 
 
 def freeze_parts_without_text(model: Any) -> list[str]:
-    """Freeze a multimodal model's modules that no text passes, such as its vision tower: DDP would
-    wait for their gradients. Return patterns of their names, for peft's `exclude_modules`.
+    """Freeze a multimodal model's modules that text does not use, such as its vision tower: DDP
+    would wait for their gradients. Return regexes of the names, for peft's `exclude_modules`.
     """
     base, decoder = model.base_model, model.get_decoder()
     if base in (decoder, model) or not {"vision_config", "audio_config"} & vars(model.config).keys():
@@ -441,8 +441,8 @@ _OF_TRAIN_PY = (
                "Merging adds both adapters to the one weight, and the logits change: transformers #45127."),
     advice_row("the_routers_loss_counts_once_in_a_step", "model_name_or_path",
                lambda run: known_config(run).get("output_router_logits") and run.batch.total > run.batch.micro,
-               lambda run: "the auxiliary loss of the routers counts "
-               f"{run.batch.accumulation * run.batch.data_parallel} times in a step of batch {run.batch}",
+               lambda run: "the router's auxiliary loss counts "
+               f"{run.batch.accumulation * run.batch.data_parallel} times per optimizer step, once per micro-batch",
                lambda run: "in config.json, divide router_aux_loss_coef by that number, or set output_router_logits "
                "to false",
                "Trainer divides the tokens' loss by the tokens of the whole step, and adds the auxiliary loss of each "

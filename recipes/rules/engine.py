@@ -306,7 +306,7 @@ def tensor_parallelism_fits_the_run(run):
     dispatches = is_true(accelerator_config(run).get("dispatch_batches"))
     for name, is_wrong, what, fix in (
         ("use_peft", run["use_peft"], "does not train", "leave tensor_parallel out for LoRA"),
-        ("eval_strategy", evaluates, "counts some examples twice and others never",
+        ("eval_strategy", evaluates, "eval_accuracy counts some examples twice and others never",
          "leave tensor_parallel out, or --eval_strategy no"),
         ("accelerator_config", dispatches, f"dispatch_batches makes the global batch {size} times as large",
          "leave dispatch_batches out"),
@@ -340,7 +340,7 @@ def sequences_and_models_are_not_divided(run):
     refused = {
         "sp_size": ("sequence parallelism multiplies gradients by this size, and clips them afterwards", _INSTEAD),
         "cp_size": ("context parallelism needs several GPUs, and no test has confirmed its losses there", _INSTEAD),
-        "tp_size": ("tp_size needs a model that was loaded in parts, and models are loaded whole here", by_json),
+        "tp_size": ("tp_size needs a model loaded with a tp_plan, and this run loads the whole model", by_json),
     }
     if run.place.own_script and not uses_deepspeed(run):
         del refused["tp_size"]
@@ -374,8 +374,8 @@ def fsdp2_is_chosen(run):
 @rule
 def fsdp2_shards_layer_by_layer(run):
     """If the policy wraps nothing, FSDP2 gathers the whole model at once, and accelerate's
-    checkpointing ends with a TypeError. SIZE_BASED_WRAP also wraps the list of layers: `fully_shard
-    does not support containers that do not implement forward`. The demonstration is too small.
+    checkpointing ends with a TypeError. SIZE_BASED_WRAP also wraps the list of layers (not of the
+    demonstration): `fully_shard does not support containers that do not implement forward`.
     """
     section, fix = run.engine.fsdp, "TRANSFORMER_BASED_WRAP"
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()
@@ -425,7 +425,7 @@ def _finds_unused(run: RunSpec) -> bool:
 
 
 def _offloads_gradients(run: RunSpec) -> bool:
-    """True if `--fsdp` offloads under FSDP2, without the gloo that accelerate adds for a YAML."""
+    """True if `--fsdp` offloads under FSDP2. accelerate adds the backend gloo only for a YAML."""
     offloads = is_true(mapping(run["fsdp_config"]).get("cpu_offload")) or "offload" in str(run["fsdp"]).split()
     return bool(run["fsdp"]) and offloads and fsdp_version(run) == 2
 

@@ -10,7 +10,7 @@ three modules:
         for name in ...:
             yield advice(name, "is ignored: the engine is not DDP", "leave it out")
 
-The name of a rule states what holds in a legal run. The docstring, or `why`, names the failure that
+A rule's name states a fact about legal runs. The docstring, or `why`, names the failure that
 the rule prevents: silently different training, a hang, or a failure after minutes. The probe finds
 the errors that the libraries raise at once. An error stops the run, advice does not.
 A run that would train as asked gets no error: an ignored setting gets advice. A rule's test is an

@@ -12,7 +12,7 @@ _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # the 
 # The configuration keys for the longest sequence; model types use different keys.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 
-# Types that number positions from `pad_token_id + 1`. They never use smaller positions.
+# Types that number positions from `pad_token_id + 1`, and never use smaller ones.
 OFFSET_POSITIONS = {
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -33,7 +33,7 @@ def local_config(name: str | None) -> Json | None:
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """The weight files in a folder, whole or in shards; empty if the folder holds no model."""
+    """The weight files in a folder, whole or in shards; empty if there are none."""
     return [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 

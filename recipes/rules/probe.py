@@ -1,6 +1,6 @@
-"""The probe builds the objects that a training builds, and reports what the libraries refuse.
+"""The probe builds the objects that a training builds, and reports the libraries' refusals.
 
-The probe needs no GPU and no process group. Rules judge what depends on the GPU. An object
+The probe needs no GPU and no process group. Rules judge GPU-dependent settings. An object
 that cannot be built becomes a problem in the library's own words, with the source of the value.
 """
 
@@ -40,7 +40,7 @@ _OF_RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|PMI_|O
 
 
 def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
-    """Return what the installed libraries refuse in a run. Importing the libraries takes seconds.
+    """Return the installed libraries' objections to a run. The import takes seconds.
 
     `launched` is True if a launcher has started this process (default: `run.place.launched`). The
     probe then reads the launcher's variables instead of parsing the YAML as the launcher would.
@@ -72,7 +72,7 @@ def probe_in_child(run: RunSpec) -> list[Problem]:
     if child.exitcode == 0:
         return receiver.recv()
     last = printed.rpartition("\n")[2].strip()[:300] or "no output"
-    what = f"a library crashed while checking them (exit code {child.exitcode}): {last}"
+    what = f"a library crashed while it checked the settings (exit code {child.exitcode}): {last}"
     return [Problem("settings", what, "reinstall the library that the message names", "the installed libraries")]
 
 
@@ -107,7 +107,7 @@ def _state_as_before() -> Iterator[None]:
 
 
 def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
-    """Construct the libraries' objects for the run. Add what they refuse to `found`."""
+    """Construct the libraries' objects for the run. Add each refusal to `found`."""
 
     @contextlib.contextmanager
     def attempt(file: str = "", content: Mapping[str, Any] | None = None, about: str = "") -> Iterator[None]:
@@ -295,7 +295,8 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
         path = line.removeprefix("ds ").partition("=")[0]
         section, _, name = path.rpartition(".")
         line = re.sub(r"warmup_steps=\d+$", f"warmup_steps={args.warmup_steps:g}", line)  # as written, such as 0.1
-        what = line if written.get_value(path) is not None or not written.config else f"is left out, so {line}"
+        left_out = written.config and written.get_value(path) is None
+        what = f"{'is left out, and its default ' * bool(left_out)}contradicts the arguments: {line}"
         fix, source = f'"{name}": "auto"' + f" in {section}" * bool(section), run.engine.json_source
         if not written.config:
             source = run.engine.source
@@ -335,7 +336,7 @@ def _with_defaults(content: dict[str, Any]) -> Any:
 
 
 def _optimizer_class(section: dict[str, Any]) -> Any:
-    """The optimizer class that DeepSpeed uses on a GPU. Those for a CPU have the same defaults."""
+    """Return DeepSpeed's optimizer class for a GPU. The CPU classes have the same defaults."""
     import torch
     from deepspeed.ops import adam, lamb, lion
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -390,10 +391,10 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """Return a problem about the first setting that the message names and the user wrote. Else,
-    with a `file`: about the first key in `content` that the message names by key or value, or the
-    file itself. Else, without a `file`: about the first setting in `about` ("a b c") that the user
-    wrote, then about a setting that the message names, then about TrainingArguments.
+    """Return a problem about the first of these: a setting that the message names and the user
+    wrote; with a `file`, a key in `content` that the message names (by key or value), or the file;
+    without a `file`, a setting in `about` ("a b c") that the user wrote, another setting that the
+    message names, or TrainingArguments.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)

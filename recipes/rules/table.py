@@ -1,6 +1,6 @@
 """The table of rules whose condition is one expression. To add a rule, add a row.
 
-Rows of three kinds are in one tuple per kind: settings that a run does not read, values out of
+Rows of three kinds have their own tuples: settings that a run does not read, values out of
 range, and missing packages. Every other row is an `error_row` or an `advice_row`. A rule that needs
 more than one expression is a function in `engine`, `training` or `data_and_model`; these modules
 have rows of their own too.
@@ -90,7 +90,7 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
     ("lr_scheduler_kwargs", lambda run: run["lr_scheduler_type"] not in ("constant", "constant_with_warmup"),
      "by the schedule {lr_scheduler_type}", "use another --lr_scheduler_type"),
     ("optim_args", lambda run: run["optim"] not in legal.names("optimizers_without_arguments"),
-     "by {optim}", "--adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay"),
+     "by {optim}", "use --adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay"),
     ("optim", lambda run: not (uses_deepspeed(run) and "optimizer" in (run.engine.json or {})),
      "since the DeepSpeed JSON has its own optimizer", "remove optimizer from the JSON"),
     ("lr_scheduler_type", lambda run: not (uses_deepspeed(run) and "scheduler" in (run.engine.json or {})),
@@ -137,7 +137,7 @@ def setting_is_read(run: RunSpec, setting: str) -> bool:
 # --- Ranges ---------------------------------------------------------------------------------------
 
 # legal values in words | legal values as a condition | settings
-# Libraries accept a value out of range. It means something else, or fails once model and data load.
+# Libraries accept a value out of range, which then fails late or silently means something else.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a whole number from 1 up", lambda value: value >= 1,
      "global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
@@ -346,11 +346,11 @@ _ADVICE = (
 
     advice_row("a_resume_repeats_the_shuffle", "accelerator_config",
                lambda run: accelerator_config(run).get("use_seedable_sampler", True) is False,
-               "use_seedable_sampler false: a resume within an epoch trains other examples than the run would have",
+               "use_seedable_sampler false: a resume within an epoch repeats some examples and skips others",
                "leave use_seedable_sampler out", "No generator of the sampler is saved, so the order is drawn anew."),
     advice_row("a_stream_has_no_epochs", "dataset_streaming",
                lambda run: run["dataset_streaming"] and "epoch" in (run["save_strategy"], run["eval_strategy"]),
-               "has no epochs: a strategy of 'epoch' saves or evaluates once, at the end",
+               "has no epochs: --save_strategy or --eval_strategy epoch acts only once, at the end",
                "--save_strategy steps, --eval_strategy steps", "A kill would lose everything."),
 
     # Costs time
@@ -373,7 +373,7 @@ _OF_TRAIN_PY = (
     error_row("classifier_adapters_have_one_type", "use_peft",
               lambda run: run["use_peft"] and run["task"] == "sequence_classification" and run.engine.zero_stage == 3
               and mixed_precision(run) in ("bf16", "fp16"),
-              "ZeRO-3 does not train adapters and a classification head in 16 bits",
+              "ZeRO-3 cannot train LoRA and a new classification head in bf16 or fp16",
               "--recipe memory (ZeRO-2), or --bf16 false --fp16 false",
               "DeepSpeed's defragment ends in `AssertionError`: the new head is in 16 bits, LoRA in fp32."),
 
@@ -384,7 +384,7 @@ _OF_TRAIN_PY = (
               "Joined examples would share one label, and a label has no assistant or completion part."),
     error_row("batches_are_not_dispatched", "accelerator_config",
               lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1,
-              "dispatch_batches needs batches of equal length, and divides an epoch's last batch in another way",
+              "dispatch_batches needs batches of equal length, and its repeated examples count in the loss",
               "leave dispatch_batches out: each process reads its own batches",
               "The first step fails: `You can't use batches of different size with dispatch_batches=True`. With "
               "--packing, the losses of examples that fill up the last batch are counted."),
@@ -402,7 +402,7 @@ _OF_TRAIN_PY = (
               "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
               lambda run: run["task"] != "causal_lm" and parts_of_run(run)[1:],
-              "is a mixture, which only --task causal_lm accepts", "use one source with all labels",
+              "is a mixture, which only --task causal_lm accepts", "use one data set with all labels",
               "Each part would have classes of its own."),
     error_row("a_streamed_mixture_has_weights", "dataset_name",
               lambda run: run["dataset_streaming"] and parts_of_run(run)[1:] and parts_of_run(run)[0].weight is None,
@@ -422,7 +422,7 @@ _OF_TRAIN_PY = (
     advice_row("learning_rates_are_usual", "learning_rate",
                lambda run: _fine_tunes(run) and run["optim"].startswith("adamw")
                and not _usual_rates(run)[0] <= run["learning_rate"] <= _usual_rates(run)[1],
-               lambda run: "{:g} is {} the usual for {}".format(run["learning_rate"],
+               lambda run: "{:g} is {} the usual rates for {}".format(run["learning_rate"],
                    "below" if run["learning_rate"] < _usual_rates(run)[0] else "above", _usual_rates(run)[2]),
                lambda run: f"--learning_rate {'2e-4' if run['use_peft'] else '2e-5'}, to begin with",
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
@@ -444,7 +444,7 @@ _OF_TRAIN_PY = (
               "train.py's metrics need all predictions at once, and do not accept `compute_result`."),
     error_row("labels_have_one_name", "label_names",
               lambda run: run["label_names"] not in (None, ["labels"]) and run["eval_strategy"] != "no",
-              "the batches of train.py have no {label_names}: their labels are named labels", "leave it out",
+              "train.py's batches have their labels in `labels`, not in {label_names}", "leave it out",
               "The first evaluation ends in `KeyError: ... 'eval_loss', which is not found`."),
 )  # fmt: skip
 

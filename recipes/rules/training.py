@@ -79,7 +79,7 @@ def fit_chooses_the_micro_batch(run):
     searches = run["fit"] or run["fit_only"]
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps") if searches else ():
         if run.explicit(name):
-            yield Problem(name, "is the value that --fit searches for", "leave it out, or leave --fit out")
+            yield Problem(name, "is the value that --fit searches for", "leave it out, or train without --fit")
 
 
 # --- Compilation, precision and the GPU -----------------------------------------------------------
@@ -151,7 +151,7 @@ def warmup_within(run: RunSpec, steps: int) -> Iterator[Problem]:
     """Yield advice if the user's warm-up does not end within `steps` optimizer steps."""
     warmup = run["warmup_steps"] if run["warmup_steps"] >= 1 else round(run["warmup_steps"] * steps)
     if setting_is_read(run, "warmup_steps") and run.explicit("warmup_steps") and warmup >= steps:
-        what = f"{warmup:g} steps of warm-up do not end before the run, which has {steps}"
+        what = f"the warm-up ({warmup:g} steps) is at least as long as the run ({steps} steps)"
         yield advice("warmup_steps", what, f"use fewer than {steps}, or a value below 1 for a fraction of the run")
 
 
@@ -167,7 +167,7 @@ def best_metric_is_reported(run):
     known = usual = ["loss"]
     if run["task"] == "sequence_classification" and not run["prediction_loss_only"]:
         kinds = [run["problem_type"]] if run["problem_type"] else list(METRICS)  # None: the data decides later
-        usual = [*known, *METRICS[kinds[0]]]  # those of one label
+        usual = [*known, *METRICS[kinds[0]]]  # of the first kind
         known = [*known, *dict.fromkeys(metric for kind in kinds for metric in METRICS[kind])]
     speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
     if wanted.removeprefix("eval_") not in (*known, *speeds):

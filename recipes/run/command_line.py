@@ -173,7 +173,7 @@ def coerce(value: object, known: legal.Field) -> Any:
     if known.name == "dataset_columns" and isinstance(value, list):
         mixture.new_columns(value)
     if isinstance(value, list) and not all(isinstance(entry, (str, Enum)) for entry in value):
-        raise ValueError(f"needs a list of text, got {value!r}")
+        raise ValueError(f"needs a list of strings, got {value!r}")
     if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
     if isinstance(value, dict):  # YAML reads only `1.0e-6` as a number, and `1e-6` as text

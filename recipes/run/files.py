@@ -97,7 +97,7 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
 
 
 def read_json(file: str | Path) -> tuple[Json | None, str]:
-    """Read the object in a JSON file: (object, ""), or (None, what is wrong with the file)."""
+    """Read a JSON file's object. Return (object, ""), or (None, the fault in the file)."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError:

@@ -21,7 +21,7 @@ _SETTINGS = (
 
 
 def identity(run: RunSpec) -> Json:
-    """Return what must be equal for a fit to hold: settings, engine, world size, devices, data."""
+    """Return the facts that a fit holds for: settings, engine, world size, devices, data."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}

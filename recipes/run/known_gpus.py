@@ -23,7 +23,7 @@ from recipes.errors import UserError, mistake
 class KnownGpu:
     """`gigabytes` is the size on the box, `torch_bytes` the memory that torch can allocate.
 
-    `peak_flops` is FLOP/s in bf16. It is None for a GPU without bf16, which has `peak_fp16_flops`.
+    `peak_flops` is FLOP/s in bf16, None for a GPU without bf16, which has `peak_fp16_flops`.
     """
 
     name: str

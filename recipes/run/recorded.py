@@ -102,9 +102,9 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
-    """Return the recorded values that differ from `derived`: the run that the user's settings give
-    here, on as many processes as recorded. Left out are the batch, files, secrets, illegal values,
-    and values that another machine decided.
+    """Return the recorded values that differ from `derived`, the run that the user's settings give
+    here. Omit files, secrets, illegal values and another machine's decisions; of the batch, keep
+    only the micro-batch, at equal world size.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}
@@ -133,7 +133,7 @@ def is_derived(source: str) -> bool:
 
 
 def is_legal(name: str, value: Any) -> bool:
-    """True if the installed versions have this setting and allow the value that others recorded."""
+    """True if the installed libraries have this setting and accept the recorded value."""
     problems: list[Problem] = []
     return bool(accept({name: value}, NAME, problems)) and not problems
 

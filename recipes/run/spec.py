@@ -74,7 +74,7 @@ class RunSpec(Mapping):
         return sum(1 for _ in self)
 
     def setting(self, name: str) -> Setting:
-        """A `Setting`. Raises `KeyError` (unknown name) or `UserError` (a recipe's code fails)."""
+        """Value, source and reason. Raises `KeyError` (unknown) or `UserError` (recipe's code)."""
         name = legal.ALIASES.get(name, name)
         if name in self.given:
             return self.given[name]
@@ -190,7 +190,7 @@ class RunSpec(Mapping):
             yield BEST_MODEL, self._saved_when_evaluated(name)
 
     def _saved_when_evaluated(self, name: str) -> Decision | None:
-        """Return a value with which every evaluation saves; None if other settings decide that."""
+        """Return the value that saves every evaluated model; None if other settings decide."""
         strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is saved too"
         if name == "save_strategy":
             says_when = self.explicit("save_steps") or self.recipe.stated("save_steps")

@@ -49,7 +49,7 @@ def advise(size: Size, series: Series) -> list[Advice]:
     """
     row, step = size.typical, size.typical.step_time
     found = []
-    if step and size.losses.undecided != "noise":
+    if step and size.losses.undecided != "too noisy":
         for cause in size.losses.named:
             found += list(_for(row, cause))
         found += list(_larger_micro_batch(row, step))
@@ -99,7 +99,7 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the hidden part
     if row.sync_bytes and _volume_bound(row, waits) and "ddp_comm_hook" not in row.command:
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
-        why = f"{hook} halves the {megabytes(row.sync_bytes)} per step, and sending them takes longer than the latency"
+        why = f"{hook} halves the {megabytes(row.sync_bytes)} that a step sends, which take longer than the latency"
         title, less = f"compress gradients to {hook} on the wire", waits - max(0.0, waits - whole / 2)
         yield _shorter("compression", title, why, row, step, less, {"ddp_comm_hook": hook})
     yield from _accumulation(row, step, waits)
@@ -109,7 +109,7 @@ def _volume_bound(row: Timing, waits: float) -> bool:
     """True if sending a step's bytes takes longer than twice the latency of its collectives, and
     longer than a quarter of the wait (ranks that compete for cores can cause the rest).
 
-    Both are compared: the bandwidth of small messages includes latency. False if one is unknown.
+    The measured bandwidth of small messages includes latency. False if any value is unknown.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False
@@ -203,7 +203,7 @@ class Applied:
 
     @property
     def words(self) -> str:
-        """The prediction, the measurement, and whether the prediction was right, as a text."""
+        """The prediction, the measurement, and a verdict on the prediction, as a text."""
         measured, differs = self.measured, abs(self.measured.median / self.predicted - 1)
         quartiles = f" ({measured.low:.2f} to {measured.high:.2f})" if measured.low != measured.high else ""
         if differs <= _CLOSE:

@@ -66,7 +66,7 @@ class Series:
     sizes: tuple[Size, ...]
     rows: tuple[Timing, ...]
     fixed: bool  # True if the work of a step or epoch is the same at every size
-    serial_fraction: float | None = None  # of Amdahl's law; None if not `fixed`, or as `_serial_fraction` says
+    serial_fraction: float | None = None  # of Amdahl's law; None unless `fixed`, or if `_serial_fraction` is
 
     @property
     def title(self) -> str:
@@ -85,7 +85,7 @@ def hardware_of(series: Iterable[Series]) -> str:
 def analyse(rows: Iterable[Timing]) -> list[Series]:
     """Return the series that the rows form. Series of one training follow each other.
 
-    Runs that try an advice are left out, and so are the runs with which they are compared.
+    Runs that try advice, and the runs with which they are compared, are left out.
     """
     found = []
     for (name, recipe), training in _trainings([row for row in rows if not row.applied]).items():

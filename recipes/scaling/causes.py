@@ -1,7 +1,7 @@
 """The causes of lost time in a step, with the seconds that each cause costs.
 
-Lost time is a step's time minus a reference: one process's time for all the work, divided by the
-number of processes, or else for its own share. The step itself shows the seconds of data,
+Lost time is a step's time minus a reference: with p processes, 1/p of one process's time for the
+batch, or else its time for 1/p of the batch. The step itself shows the seconds of data,
 communication, logging and saving; a comparison of computing times shows the other causes.
 """
 
@@ -69,7 +69,7 @@ class Losses:
     causes: tuple[Cause, ...] = ()
     lost: float | None = None  # seconds of a step beyond the reference, None without a reference
     unexplained: float | None = None  # seconds of `lost` that no cause explains
-    undecided: str = ""  # why no cause can be named: "noise", HIDDEN (without an upper bound), "no reference"
+    undecided: str = ""  # why no cause can be named: "too noisy", HIDDEN (without an upper bound), "no reference"
 
     @property
     def named(self) -> list[Cause]:
@@ -105,10 +105,10 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """Return "noise" if noise may hide the largest loss, "" if a cause is named, else `reason`."""
+    """Return "too noisy" if noise may hide the largest loss, "" if one is named, else `reason`."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
-        return "noise"
+        return "too noisy"
     return "" if largest else reason
 
 

@@ -32,8 +32,8 @@ def verdict(size: Size, series: Series) -> str:
     text = "the reference."
     if size.band:
         sure = "one timing" if size.repeats == 1 else f"quartiles {efficiency.low:.1%} and {efficiency.high:.1%}"
-        text = f"{speedup:.2f} times as fast as {series.sizes[0].num_processes}, {efficiency.median:.1%} efficiency: "
-        text += f"{size.band} ({sure})."
+        text = f"{speedup:.2f} times as fast as {plural(series.sizes[0].num_processes, 'process')}, "
+        text += f"{efficiency.median:.1%} efficiency: {size.band} ({sure})."
     elif len(series.sizes) == 1:
         text = "the only world size, so there is no speedup: add a row with fewer or more processes."
     return f"{plural(size.num_processes, 'process')}: {text}{_cause(size)}"
@@ -68,15 +68,15 @@ def _lead(cause: Cause, size: Size) -> str:
         named += f", which cannot be told apart and take at most {milliseconds(cause.seconds)} of a "
         named += f"{milliseconds(cause.step)} step ({cause.share:.0%})"
     if lost is None:
-        return f"Of what was measured, the largest loss is {named}"
+        return f"Of what was measured, the largest loss of time is {named}"
     if cause.seconds >= lost / 2:
         return f"Most of the lost time goes to {named}"
-    return f"The largest measured loss is {named}"
+    return f"The largest measured loss of time is {named}"
 
 
 def _undecided(size: Size) -> str:
     """Return the reason why no cause is named, and the measurement that would show a cause."""
-    if size.losses.undecided == "noise":
+    if size.losses.undecided == "too noisy":
         return _too_noisy(size)
     if size.losses.undecided == "no reference":
         return f"No measured wait takes a tenth of a step. {_beside_one(size)}"

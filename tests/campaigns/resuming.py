@@ -609,13 +609,17 @@ def judge(outcome: Outcome, fault: Fault, files: list[Path], differs: Callable[[
 
 
 def is_named(file: Path, output: str) -> bool:
-    """True if the run names the file, or says that its checkpoint is damaged where it cannot know
-    which file is: a manifest of another run cannot be told from damage to all else.
+    """True if the run names the file, or says that its checkpoint cannot be used where the run
+    cannot know the file: a manifest of another run cannot be told from damage to all else.
     """
     said = "".join(output.split())  # a name may be broken over two lines
     checkpoint = re.search(r"checkpoint-\d+", str(file))
     is_manifest = file.is_dir() or file.name.endswith("manifest.json") or not file.parts
-    pattern = f"{checkpoint[0]}(isdamaged|hasnomanifest)" if checkpoint and is_manifest else re.escape(file.name)
+    pattern = (
+        f"{checkpoint[0]}(cannotberesumed|,isnotloaded|hasnomanifest)"
+        if checkpoint and is_manifest
+        else re.escape(file.name)
+    )
     return bool(re.search(pattern, said))
 
 

@@ -122,7 +122,7 @@ def test_a_script_started_without_the_recipes_engine_is_told_the_accelerate_laun
     started_with(monkeypatch, variables)
     monkeypatch.setattr("sys.argv", ["my.py", "--data", "two words"])
     command = f"accelerate launch .*{file} --num_processes 1 my.py --data 'two words'"
-    with pytest.warns(UserWarning, match=f"trains on {instead} instead. Fix: {command}"):
+    with pytest.warns(UserWarning, match=f"trains with {instead} instead. Fix: {command}"):
         getattr(recipes, recipe)(str(tmp_path), **settings)
 
 

@@ -66,13 +66,13 @@ MISTAKES = {
     "submit local --dry_run --output /nowhere/job.sh": "a writable folder",
     "submit azureml -- --output_dir ../out": "--compute NAME",  # beside the mistake in output_dir
     "submit local --dry_run -- --hub_token mine": "hub_token: looks like a secret",
-    "submit azureml --compute c --spot": "use --instance_type, not --compute",
+    "submit azureml --compute c --spot": "replace --compute by --instance_type",
     "submit azureml --compute c -- --output_dir ../out": "use a path such as outputs/mine",
     "submit azureml --compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "looks like a secret",
     f"submit azureml --data azureml:a:1 -- --dataset-name=b {MODEL}": "names the job's data set",
     f"submit azureml --compute c --dry_run --output {ROOT}/azureml/fast.yaml": "another name",
     "submit azureml --compute c --output_uri ./here": "azureml://datastores",
-    f"submit azureml --compute c -- --dataset_name ../here.jsonl {MODEL}": "copy the file here",
+    f"submit azureml --compute c -- --dataset_name ../here.jsonl {MODEL}": "copy the file into the current folder",
     "submit azureml --compute c -- --fresh": "--output_uri",
     **{
         f"submit azureml --compute c --data {place} -- {MODEL}": "is not a data asset or a uri of storage"

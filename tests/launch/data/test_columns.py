@@ -86,7 +86,7 @@ def test_the_column_check_accepts_a_json_file_that_is_not_json_lines(text, tmp_p
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_a_csv_whose_columns_are_not_separated_by_commas_is_refused(separator, tmp_path):
     (tmp_path / "d.csv").write_text(f"text{separator}label\nHello, dear,{separator}1\n")
-    with pytest.raises(UserError, match=r"separates its columns by .* Fix: pandas.read_csv"):
+    with pytest.raises(UserError, match=r"separates its columns by .* Fix: run pandas.read_csv"):
         require_columns(resolved(f"--dataset_name {tmp_path / 'd.csv'}"))
 
 

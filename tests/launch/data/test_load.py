@@ -32,7 +32,7 @@ def test_the_data_description_counts_evaluation_examples_and_rows_left_out(task,
     splits = {"dataset_train_split": "train[:2]", "dataset_test_split": "train[2:]", "eval_strategy": "steps"}
     data = load_data(run_with(dataset_name=jsonl(tmp_path, rows), task=task, **splits), tokenizer)
     _, held_out = data.description.splitlines()
-    assert held_out.startswith("evaluation: 2 examples") and "1 left out (first: row 2): their" in held_out
+    assert held_out.startswith("evaluation: 2 examples") and "1 row left out (first: row 2): the" in held_out
     assert ("only 1 of the 2 classes" in held_out) == (task == "sequence_classification")
 
 

@@ -13,12 +13,14 @@ def chats(tmp_path):
     return jsonl(tmp_path, [{"messages": turns}] * 24)
 
 
-@pytest.mark.parametrize("how", [(), ("--dataset_streaming",), ("--packing",)])
+@pytest.mark.parametrize("how", [(), ("--packing",), ("--dataset_streaming", "--packing")])
 def test_the_banner_marks_which_text_of_the_first_example_counts_for_the_loss(how, tiny_model, chats, tmp_path):
     done = train_here(tiny_model, chats, tmp_path / "out", "--assistant_only_loss", "--max_steps", "1", *how)
     (line,) = (line for line in done.output.splitlines() if line.startswith("example"))
     assert "Where is it?" in line.partition("«")[0] and "Under Orders." in line.partition("«")[2].partition("»")[0]
-    assert ("is 16, but an epoch has only 24 sequences" in done.output) == ("--packing" in how)  # few steps
+    assert ("is 16, so an epoch of 24 sequences has only 2 steps" in done.output) == (
+        how == ("--packing",)
+    )  # few steps
 
 
 def test_prepare_show_prints_packed_examples_one_by_one(tiny_model, chats, tmp_path, capsys):

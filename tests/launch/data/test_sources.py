@@ -39,7 +39,7 @@ def test_files_of_a_folder_that_datasets_leaves_out_because_only_others_name_a_s
     assert decoded(tokenizer, load_data(run_with(dataset_name=str(tmp_path)), tokenizer).train) == [
         "train<|endoftext|>"
     ]
-    assert "1 file not read, such as more.jsonl" in " ".join(capsys.readouterr().out.split())
+    assert " not read, such as more.jsonl: " in " ".join(capsys.readouterr().out.split())
     load_data(run_with(dataset_name=f"{tmp_path}/*.jsonl"), tokenizer)
     assert "not read" not in capsys.readouterr().out
 

@@ -45,12 +45,12 @@ def test_missing_gpus_are_an_error_that_names_the_invalid_device_or_the_number_o
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,1")
     found = machine.visible_gpus(requested(gpus=1))
     assert found.status == "error"
-    assert found.found == "'2' in CUDA_VISIBLE_DEVICES=0,2,1 is no GPU or is repeated, so CUDA sees 1"
+    assert found.found == "'2' in CUDA_VISIBLE_DEVICES=0,2,1 is no GPU or repeated; GPUs left: 1"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     found = machine.visible_gpus(requested(gpus=0))
     assert (found.status, found.found) == ("error", "nvidia-smi lists 2, but CUDA finds none")
     found = machine.visible_gpus(requested("--num_processes", "3", gpus=2))
-    assert (found.status, found.fix, found.fatal) == ("error", "--num_processes 2, or more GPUs", True)
+    assert (found.status, found.fix, found.fatal) == ("error", "use --num_processes 2", True)
 
 
 def test_the_warning_about_a_gpu_in_use_names_the_process_that_uses_it(nvidia_smi):

@@ -181,7 +181,7 @@ def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
         one, other = (found for at, found in told if at == number)
         assert one == other
         if expected is None:
-            assert "failed on rank 1, with an error that is not out of memory:\nloading\nno kernel image" in one
+            assert "failed on rank 1, with an error other than out of memory:\nloading\nno kernel image" in one
         else:
             assert (one["fits"], one["words"], one["ranks"]) == (not expected[0], *expected)
 

@@ -126,11 +126,14 @@ def test_an_azureml_job_includes_the_users_recipe_config_and_accelerate_yaml(pro
 def test_submit_azureml_refuses_a_recipe_data_file_or_output_dir_outside_the_job(project, monkeypatch, capsys):
     monkeypatch.chdir(project / "ours")
     assert main([*SUBMIT, "--recipe", "../ours.yaml"]) == 2
-    assert "copy the file here and give --recipe ours.yaml" in capsys.readouterr().err
+    assert "copy the file into the current folder, and give --recipe ours.yaml" in capsys.readouterr().err
     flags = "-- --model_name_or_path . --dataset_name absent.jsonl --output_dir /outputs".split()
     assert main([*SUBMIT, *flags]) == 2
     said = capsys.readouterr().err
-    assert "copy the file here and give --dataset_name absent" in said and "use a path such as outputs/mine" in said
+    assert (
+        "copy the file into the current folder, and give --dataset_name absent" in said
+        and "use a path such as outputs/mine" in said
+    )
     assert "has no config.json" in said
 
 
@@ -157,7 +160,7 @@ def replaced(old: str, new: str) -> str:
     [
         # Azure's SDK sends all but the last, which it reports over many lines.
         (edited("distribution.process_count_per_instance", 4), "distribution: must be pytorch with one process per"),
-        (edited("outputs.run.mode", "upload"), "keeps nothing if the job is preempted"),
+        (edited("outputs.run.mode", "upload"), "loses everything if the job is preempted"),
         (edited("environment_variables.HF_TOKEN", "hf_" + "a1B2c3D4" * 4), "looks like a secret"),
         (replaced("--recipe fast", "--recipe fast --lerning_rate 1"), "--learning_rate"),
         (replaced("processes_per_node: 4", "processes_per_node: '3'"), "global_batch_size"),

@@ -61,7 +61,7 @@ def test_load_best_model_at_end_does_not_load_a_damaged_checkpoint(tiny_model, t
     evaluate = "--eval_strategy steps --eval_steps 2 --dataset_train_split train[:90%] --dataset_test_split train[90%:]"
     best = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true"  # the first is the best
     outcome = train_here(tiny_model, texts, tmp_path, *KEEPS_ONE, *evaluate.split(), *best.split())
-    assert "checkpoint-2 is damaged (model.safetensors has changed" in outcome.output
+    assert "the best model, checkpoint-2, is not loaded: model.safetensors has changed" in outcome.output
     assert (outcome.record["best_step"], outcome.record["model_step"]) == (2, 6)
     assert steps(tmp_path) == [6, 2]
 

@@ -118,7 +118,7 @@ def test_comprehensive_summary_csv_holds_the_numbers_of_the_scaling_analysis(fol
 
 def test_the_text_report_says_verdict_cause_serial_fraction_numbers_and_advice(folder):
     text = " ".join((folder / "performance_report.txt").read_text().split())
-    assert "0.70 times as fast as 1, 17.6% efficiency: negative scaling (quartiles" in text
+    assert "0.70 times as fast as 1 process, 17.6% efficiency: negative scaling (quartiles" in text
     assert "Most of the lost time goes to communication: 190 ms" in text
     assert "Serial fraction 19.0%" in text and "more than 5.25 times as fast" in text
     assert "hardware: 4 imagined GPUs" in text and "written by: recipes scale report 'my timings.csv'" in text
@@ -219,8 +219,8 @@ def test_scale_report_prints_the_verdicts_and_the_path_of_the_html_report(unpict
     words = ["scale", "report", str(file), "--output", str(output)]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "4 processes: 3.49 times as fast as 1, 87.3% efficiency: excellent (one timing)." in printed
-    assert "8 processes: 0.92 times as fast as 1, 11.5% efficiency: negative scaling (one timing)." in printed
+    assert "4 processes: 3.49 times as fast as 1 process, 87.3% efficiency: excellent (one timing)." in printed
+    assert "8 processes: 0.92 times as fast as 1 process, 11.5% efficiency: negative scaling (one timing)." in printed
     assert str(output / "report.html") in printed
 
 

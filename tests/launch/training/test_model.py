@@ -100,7 +100,7 @@ def test_a_generation_config_with_a_temperature_alone_can_be_saved(folder, tmp_p
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
-    [("llama", {"max_length": 2049}, "2049 tokens exceed the model's 2048 positions"), ("bert", {}, "is an encoder")],
+    [("gpt2", {"max_length": 1025}, "1025 tokens exceed the model's 1024 positions"), ("bert", {}, "is an encoder")],
 )
 def test_a_hub_model_that_does_not_fit_max_length_or_the_task_is_refused(kind, settings, message, request, monkeypatch):
     run = run_with(request.getfixturevalue(kind), **settings)

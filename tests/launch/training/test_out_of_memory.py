@@ -41,7 +41,7 @@ def test_the_out_of_memory_report_names_the_limit_the_checkpoint_and_the_next_mi
     assert re.search(said, outcome.output, flags=re.M), outcome.output
     assert re.search(r"^measured  a peak of [\d.]+ \wiB", outcome.output, flags=re.M)
     assert f"saved     {tmp_path / 'checkpoint-5'}" in outcome.output
-    assert "4 x 2 x 1 = 8, the same global batch, from that checkpoint: the same command with " in outcome.output
+    assert "micro-batch 4 at the same global batch, from that checkpoint: the same command with " in outcome.output
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_the_start_of_a_training_prints_advice_against_warmup_steps_beyond_the_t
         Progress(run, console()).on_train_begin(None, TrainerState(max_steps=steps), None)
         return capsys.readouterr().out
 
-    assert "1000 steps of warm-up do not end before the run, which has 70" in advised("--warmup_steps", "1000")
+    assert "the warm-up (1000 steps) is at least as long as the run (70 steps)" in advised("--warmup_steps", "1000")
     assert advised("--warmup_steps", "3") == advised("--warmup_steps", "1000", steps=2000) == ""
     assert advised("--warmup_steps", "1000", "--max_steps", "7") == ""  # `check` has said it
 

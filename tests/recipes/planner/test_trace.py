@@ -178,7 +178,7 @@ def test_traces_of_short_sequences_give_the_peak_of_a_long_one_in_models_that_lo
 
 def test_a_plan_for_mamba_notes_that_a_package_of_kernels_lowers_the_peak_memory():
     entry = alone("--max_length", "4096", config=FAMILIES["mamba"], gpu_memory=80)
-    assert "kernels of another package would lower the peak" in " ".join(entry.notes)
+    assert "the model's optional kernels would lower the peak" in " ".join(entry.notes)
 
 
 # --- Beside Trainer's own steps and evaluations ---------------------------------------------------

@@ -84,8 +84,8 @@ def warmup(**params) -> dict:
 
 # DeepSpeed's own value of what the JSON leaves out, beside that of the arguments.
 BY_DEFAULT = [
-    (Run(f"{DS} --max_grad_norm 0.5", files=ds_json()), "gradient_clipping", "is left out, so ds gradient"),
-    (Run(f"{DS} --bf16", files=ds_json(bf16={})), "bf16.enabled", "so ds bf16.enabled=False vs hf bf16"),
+    (Run(f"{DS} --max_grad_norm 0.5", files=ds_json()), "gradient_clipping", "contradicts the arguments: ds gradient"),
+    (Run(f"{DS} --bf16", files=ds_json(bf16={})), "bf16.enabled", ": ds bf16.enabled=False vs hf bf16"),
     (Run(f"{DS} --learning_rate 3e-3", files=adam()), "optimizer.params.lr", "lr=0.001 vs hf learning_rate=0.003"),
     (Run(DS, files=adam(params={"lr": "auto", "torch_adam": True})),  # torch's own has another default
      "optimizer.params.weight_decay", "weight_decay=0.01 vs hf weight_decay=0.0"),
@@ -115,9 +115,9 @@ def test_a_library_error_is_reported_unchanged_with_setting_and_fix(run, subject
 def test_all_contradictions_of_a_deepspeed_json_are_reported_at_once(tmp_path, monkeypatch):
     run = Run(DS, files=ds_json(gradient_accumulation_steps=3, gradient_clipping=0.5)).resolve(tmp_path, monkeypatch)
     assert [str(problem) for problem in probe(run)] == [
-        "gradient_accumulation_steps: ds gradient_accumulation_steps=3 vs hf gradient_accumulation_steps=4 (ds.json)."
-        ' Fix: "gradient_accumulation_steps": "auto".',
-        "gradient_clipping: ds gradient_clipping=0.5 vs hf max_grad_norm=1.0 (ds.json)."
+        "gradient_accumulation_steps: contradicts the arguments: ds gradient_accumulation_steps=3 vs hf "
+        'gradient_accumulation_steps=4 (ds.json). Fix: "gradient_accumulation_steps": "auto".',
+        "gradient_clipping: contradicts the arguments: ds gradient_clipping=0.5 vs hf max_grad_norm=1.0 (ds.json)."
         ' Fix: "gradient_clipping": "auto".',
     ]
 

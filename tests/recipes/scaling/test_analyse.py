@@ -49,7 +49,7 @@ def test_a_slowdown_with_more_processes_is_called_negative_scaling():
     words = sentences.verdict(found.sizes[-1], found)
     assert [size.band for size in found.sizes] == ["", "poor", "negative scaling"]
     assert [size.band for size in of_rates({1: 100, 2: 180, 4: 180}).sizes] == ["", "excellent", "poor"]
-    assert "2.61 times as fast as 1, 32.6% efficiency: negative scaling (one timing)" in words
+    assert "2.61 times as fast as 1 process, 32.6% efficiency: negative scaling (one timing)" in words
     assert "Of the measured world sizes, 4 is the best, 2.71 times as fast as 1" in sentences.law(found)
 
 
@@ -126,7 +126,7 @@ def repeats(waits: list[float], **known) -> list[Timing]:
 def test_no_cause_of_lost_time_is_named_and_nothing_advised_if_repeats_differ_too_much():
     rows = ALONE + repeats([0.0, 0.15, 0.5])
     (series,) = analyse(rows)
-    assert (series.sizes[-1].cause, series.sizes[-1].losses.undecided) == (None, "noise")
+    assert (series.sizes[-1].cause, series.sizes[-1].losses.undecided) == (None, "too noisy")
     assert advise(series.sizes[-1], series) == []
     assert "Too noisy to name a cause: communication may take 23% of a step" in words_of(rows)
     assert "Measure on a quiet machine; on this one, `recipes scale run --repeats" in words_of(rows)
@@ -168,7 +168,7 @@ def test_a_verdict_asks_for_a_weak_scaling_run_if_backward_times_include_communi
 
 def test_the_verdict_on_one_row_names_its_largest_measured_loss_and_asks_for_a_reference_run():
     words = words_of(repeats([0.2]))
-    assert "Of what was measured, the largest loss is communication" in words
+    assert "Of what was measured, the largest loss of time is communication" in words
     assert "`recipes scale run --num_processes 1 2`" in words
     assert last(repeats([0.01])).losses.undecided == "no reference"
 

@@ -142,6 +142,6 @@ def test_at_least_98_percent_of_simulated_verdicts_are_right_or_rightly_undecide
 
 
 def test_if_noise_hides_the_cause_of_lost_time_the_only_advice_is_to_use_fewer_processes(verdicts):
-    noisy = [case for case, size, _ in verdicts if size.losses.undecided == "noise"]
+    noisy = [case for case, size, _ in verdicts if size.losses.undecided == "too noisy"]
     advised = {one.key for case in noisy for one in advise(strong(case.rows).sizes[-1], strong(case.rows))}
     assert noisy and advised <= {"fewer"}  # fewer processes are faster by more than the repeats differ

@@ -6,24 +6,15 @@ import shutil
 import pytest
 import torch
 from peft import PeftModel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BartConfig,
-    BartForSequenceClassification,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForSequenceClassification as Classifier
 
 from launch.cli import main
 from launch.commands.use import INPUTS, _logits
+from tests.support.models import SMALL, write_llama
 from tests.support.rows import jsonl
 from tests.support.running import train_here
 
-SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 LORA = "--use_peft --max_steps 3 --learning_rate 1e-2 --save_steps 2".split()
 
 
@@ -52,7 +43,7 @@ def adapter(tiny_model, texts, tmp_path_factory):
     """A run's folder, and `base` beside it, which has a generation config of its own."""
     folder = tmp_path_factory.mktemp("run")
     base = shutil.copytree(tiny_model, folder / "base")
-    GenerationConfig(temperature=0.3, do_sample=True).save_pretrained(base)
+    (base / "generation_config.json").write_text('{"temperature": 0.3, "do_sample": true}')
     assert train_here(base, texts, folder / "out", *LORA).code == 0
     return folder / "out"
 
@@ -64,7 +55,7 @@ def test_the_merged_model_has_the_logits_of_adapter_plus_base_in_plain_transform
     assert "is not the model that the adapter was trained on" not in said
     loaded = AutoModelForCausalLM.from_pretrained(merged)
     assert_is_adapter_plus_base(loaded, adapter, AutoModelForCausalLM.from_pretrained(base))
-    assert GenerationConfig.from_pretrained(merged).temperature == 0.3
+    assert loaded.generation_config.temperature == 0.3
     assert AutoTokenizer.from_pretrained(merged)("abc") == AutoTokenizer.from_pretrained(base)("abc")
 
 
@@ -78,7 +69,7 @@ def test_merge_with_a_bfloat16_base_model_stays_in_bfloat16(adapter, tiny_model,
 
 def test_the_logits_of_a_bart_classifier_which_reads_the_position_of_eos_can_be_compared():
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    model = BartForSequenceClassification(BartConfig(vocab_size=260, d_model=32, **sizes, num_labels=2))
+    model = Classifier.from_config(AutoConfig.for_model("bart", vocab_size=260, d_model=32, **sizes, num_labels=2))
     assert _logits(model, eos=model.config.eos_token_id).shape == (INPUTS, 2)
 
 
@@ -87,10 +78,10 @@ def test_a_merged_classifier_keeps_its_head_and_its_class_names(tiny_model, tmp_
     file = jsonl(tmp_path, rows)
     assert train_here(tiny_model, file, tmp_path / "out", *LORA, "--task", "sequence_classification").code == 0
     assert merge(capsys, tmp_path / "out")[0] == 0
-    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "merged")
+    merged = Classifier.from_pretrained(tmp_path / "out" / "merged")
     assert list(merged.config.id2label.values()) == ["high", "low", "middle"]
     assert merged.config.problem_type == "single_label_classification"
-    base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
+    base = Classifier.from_pretrained(tiny_model, num_labels=3)
     assert_is_adapter_plus_base(merged, tmp_path / "out", base)
 
 
@@ -132,7 +123,7 @@ def test_merge_notes_a_missing_file_in_the_run_folder(adapter, tmp_path, capsys)
 
 
 def test_an_adapter_for_layers_that_the_base_lacks_is_refused(adapter, tiny_model, tmp_path, capsys):
-    shorter = LlamaForCausalLM(AutoConfig.from_pretrained(tiny_model, num_hidden_layers=1))
+    shorter = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model, num_hidden_layers=1))
     shorter.save_pretrained(tmp_path / "shorter")
     code, said = merge(capsys, adapter, "--output", tmp_path / "merged", "--model_name_or_path", tmp_path / "shorter")
     assert code == 2 and "the adapter has 14 unexpected tensors such as base_model.model.model.layers.1." in said
@@ -161,12 +152,10 @@ def test_merge_refuses_folders_without_adapter_and_outputs_that_exist(adapter, t
     assert f"error output: {output} cannot be written: " in merge(capsys, adapter, "--output", output)[1]
 
 
-def test_merge_writes_nothing_if_the_merged_logits_differ_from_adapter_plus_base(tiny_model, texts, tmp_path, capsys):
+def test_merge_writes_nothing_if_the_merged_logits_differ_from_adapter_plus_base(texts, tmp_path, capsys):
     """LoRA on the input embeddings of a model whose output embeddings are the same weights."""
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=260, **SMALL, tie_word_embeddings=True)).save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")
+    base = write_llama(tmp_path / "base", **SMALL, intermediate_size=32, tie_word_embeddings=True)
     flags = [*LORA, "--lora_target_modules", "embed_tokens"]
-    assert train_here(tmp_path / "base", texts, tmp_path / "out", *flags).code == 0
+    assert train_here(base, texts, tmp_path / "out", *flags).code == 0
     code, said = merge(capsys, tmp_path / "out")
     assert code == 1 and "nothing was written" in said and not (tmp_path / "out" / "merged").exists()

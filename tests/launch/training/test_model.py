@@ -9,18 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DistilBertConfig,
-    DistilBertModel,
-    Gemma3Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
 from launch.data.demo import demo_tokenizer
 from launch.training.model import load_tokenizer, require_batches_for_batch_norm, with_model
@@ -37,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_network")
 
 
 def small_llama(**more):
-    return LlamaConfig(**SMALL, intermediate_size=64, **more)
+    return AutoConfig.for_model("llama", **{**SMALL, "intermediate_size": 64, **more})
 
 
 def test_pretrained_weights_are_loaded_and_all_are_trainable_without_peft(llama, tokenizer):
@@ -60,7 +49,8 @@ def test_parts_of_a_multimodal_model_that_text_never_reaches_are_frozen_and_get_
     """DDP waits for the gradient of every trained parameter, and a vision tower never gets one."""
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes = {**SMALL, "intermediate_size": 64, "head_dim": 16, "num_key_value_heads": 1, "pad_token_id": 0}
-    config = Gemma3Config(text_config=sizes, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    images = {**vision, "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=sizes, vision_config=images)
     model = load(run_with(save(AutoModelForCausalLM.from_config(config), tmp_path), **chosen))
     loss_of(model).backward()
     assert trainable(model) == {name for name, weight in model.named_parameters() if weight.grad is not None} != set()
@@ -225,7 +215,7 @@ def test_adapters_are_put_on_lora_target_modules_and_an_unknown_module_is_refuse
 
 def test_a_lora_setting_that_peft_refuses_is_reported_under_use_peft_with_a_fix(tmp_path):
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
-    name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
+    name = save(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SMALL, **experts)), tmp_path)
     found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
     assert found.subject == "use_peft" and "--lora_dropout 0" in found.fix
 
@@ -239,8 +229,8 @@ def test_adapters_get_gradients_under_gradient_checkpointing(llama):
 
 @pytest.fixture(scope="module")
 def distilbert(tmp_path_factory):
-    config = DistilBertConfig(vocab_size=260, dim=32, hidden_dim=64, n_layers=2, n_heads=2)
-    return save(DistilBertModel(config), tmp_path_factory.mktemp("distilbert"))
+    config = AutoConfig.for_model("distilbert", vocab_size=260, dim=32, hidden_dim=64, n_layers=2, n_heads=2)
+    return save(AutoModel.from_config(config), tmp_path_factory.mktemp("distilbert"))
 
 
 @pytest.mark.parametrize("four_bits", [False, True])
@@ -266,7 +256,7 @@ def test_use_peft_keeps_frozen_weights_in_bfloat16_and_trainable_weights_in_floa
 @pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
 @pytest.mark.parametrize(("mixed", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
 def test_qlora_layers_compute_in_the_precision_of_the_run_and_each_adapter_gets_a_gradient(mixed, dtype, tmp_path):
-    name = save(LlamaForCausalLM(LlamaConfig(**SMALL | {"hidden_size": 64}, intermediate_size=128)), tmp_path)
+    name = save(LlamaForCausalLM(small_llama(hidden_size=64, intermediate_size=128)), tmp_path)
     precision = {mixed: True} if mixed else {}
     model = load(run_with(name, use_peft=True, load_in_4bit=True, gradient_checkpointing=mixed == "bf16", **precision))
     assert model.get_input_embeddings().weight.dtype == torch.float32  # as asked: the default

@@ -2,20 +2,8 @@
 
 import pytest
 import torch
+from transformers import AutoConfig
 from transformers import AutoModelForCausalLM as CausalLM
-from transformers import (
-    BambaConfig,
-    Gemma3Config,
-    GPT2Config,
-    GptOssConfig,
-    JambaConfig,
-    Lfm2Config,
-    LlamaConfig,
-    Mamba2Config,
-    MixtralConfig,
-    OPTConfig,
-    RecurrentGemmaConfig,
-)
 
 from launch.training import separate
 from launch.training.separate import with_separate_examples
@@ -23,20 +11,18 @@ from recipes.errors import UserError
 from tests.support.models import SMALL, load, problem, run_with, save
 from tests.support.running import train_here
 
-CONVOLUTIONS = dict(layer_types=["conv", "full_attention"])
-LFM2 = Lfm2Config(**SMALL, **CONVOLUTIONS, intermediate_size=64, num_key_value_heads=2)
-JAMBA = JambaConfig(
-    **SMALL, intermediate_size=64, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2,
-    mamba_d_state=8, use_mamba_kernels=False,
-)  # fmt: skip
-OPT = OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=32, max_position_embeddings=64)
-GPT_OSS = GptOssConfig(num_hidden_layers=4)
+of = AutoConfig.for_model
+WIDTHS = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2}
+LFM2 = of("lfm2", **WIDTHS, layer_types=["conv", "full_attention"])
+HYBRID = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8}
+JAMBA = of("jamba", **WIDTHS, **HYBRID, use_mamba_kernels=False)
+OPT = of("opt", **SMALL, ffn_dim=32, word_embed_proj_dim=32, max_position_embeddings=64)
 
 # Of the sizes that transformers gives them, from one to hundreds of billions of weights, and small.
-APART = [LlamaConfig(), LlamaConfig(**SMALL, intermediate_size=64), GPT2Config(), Gemma3Config(), MixtralConfig()]
+APART = [of("llama"), of("llama", **SMALL, intermediate_size=64), of("gpt2"), of("gemma3"), of("mixtral")]
 MIXED = [
-    LFM2, Lfm2Config(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]), JAMBA, JambaConfig(),
-    BambaConfig(), RecurrentGemmaConfig(), Mamba2Config(), OPT, OPTConfig(), GPT_OSS,
+    LFM2, of("lfm2", num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]), JAMBA, of("jamba"),
+    of("bamba"), of("recurrent_gemma"), of("mamba2"), OPT, of("opt"), of("gpt_oss", num_hidden_layers=4),
 ]  # fmt: skip
 
 
@@ -61,7 +47,7 @@ def test_recipe_fast_turns_packing_off_if_packed_examples_influence_each_other_i
 
 def test_explicit_packing_is_refused_if_packed_examples_influence_each_other_in_the_model(tmp_path):
     settings = {"packing": True}
-    for config in (APART[1], GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2)):
+    for config in (APART[1], of("gpt2", vocab_size=260, n_embd=32, n_layer=2, n_head=2)):
         assert load(run_with(save(CausalLM.from_config(config), tmp_path / config.model_type), **settings))
     mixes = save(CausalLM.from_config(LFM2), tmp_path / "lfm2")
     assert problem(run_with(mixes, **settings)).subject == "packing"

@@ -140,38 +140,24 @@ def test_submit_azureml_refuses_a_recipe_data_file_or_output_dir_outside_the_job
 # --- A YAML that was edited: what Azure accepts and should not, and what it reports ---------------
 
 
-def edited(path: str, value: object) -> str:
-    """azureml/fast.yaml with one value changed."""
-    content = yaml.safe_load((FOLDER / "fast.yaml").read_text())
-    *folders, last = path.split(".")
-    section = content
-    for name in folders:
-        section = section.setdefault(name, {})
-    section[last] = value
-    return yaml.safe_dump(content)
-
-
-def replaced(old: str, new: str) -> str:
-    return (FOLDER / "fast.yaml").read_text().replace(old, new)
-
-
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("old", "new", "what"),
     [
         # Azure's SDK sends all but the last, which it reports over many lines.
-        (edited("distribution.process_count_per_instance", 4), "distribution: must be pytorch with one process per"),
-        (edited("outputs.run.mode", "upload"), "loses everything if the job is preempted"),
-        (edited("environment_variables.HF_TOKEN", "hf_" + "a1B2c3D4" * 4), "looks like a secret"),
-        (replaced("--recipe fast", "--recipe fast --lerning_rate 1"), "--learning_rate"),
-        (replaced("processes_per_node: 4", "processes_per_node: '3'"), "global_batch_size"),
-        (replaced("launch/train.py", "my_own.py"), "does not start launch/train.py"),
-        (replaced("--report_to mlflow \\", "--report_to mlflow"), "--output_dir ${{outputs.run}}"),  # a line ends it
-        (edited("code", "./environment"), "there is no launch/train.py"),
-        (edited("resources.instance_cnt", 2), "resources: instance_cnt: Unknown field"),
+        ("per_instance: 1", "per_instance: 4", "distribution: must be pytorch with one process per"),
+        ("mode: rw_mount", "mode: upload", "loses everything if the job is preempted"),
+        ("variables:\n", f"variables:\n  HF_TOKEN: hf_{'a1B2c3D4' * 4}\n", "looks like a secret"),
+        ("--recipe fast", "--recipe fast --lerning_rate 1", "--learning_rate"),
+        ("processes_per_node: 4", "processes_per_node: '3'", "global_batch_size"),
+        ("launch/train.py", "my_own.py", "does not start launch/train.py"),
+        ("--report_to mlflow \\", "--report_to mlflow", "--output_dir ${{outputs.run}}"),  # a line ends it
+        ("code: ..\n", "code: ./environment\n", "there is no launch/train.py"),
+        ("resources:\n", "resources:\n  instance_cnt: 2\n", "resources: instance_cnt: Unknown field"),
     ],
 )
-def test_check_names_an_error_in_an_edited_azure_job(text, what, tmp_path, capsys):
+def test_check_names_an_error_in_an_edited_azure_job(old, new, what, tmp_path, capsys):
     pytest.importorskip("azure.ai.ml")
+    text = (FOLDER / "fast.yaml").read_text().replace(old, new)
     shutil.copytree(FOLDER / "environment", tmp_path / "environment")
     (tmp_path / "mine.yaml").write_text(text.replace("code: ..\n", f"code: {ROOT}\n"))
     assert main(["check", "--azureml", str(tmp_path / "mine.yaml")]) == 2

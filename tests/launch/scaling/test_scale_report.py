@@ -30,25 +30,12 @@ STEPS = {
 def timed(recipe, scaling, world, wobble, epoch):
     names = ("data_wait", "forward", "backward", "communication", "optimizer")
     parts = {name: ms * wobble / 1000 for name, ms in zip(names, STEPS[recipe, scaling][world], strict=True)}
-    batch = 32 * (world if scaling == "weak" else 1)
-    step = sum(parts.values())
-    return Timing(
-        num_processes=world,
-        epoch_time=step * 100,
-        name="bert",
-        epoch=epoch,
-        samples=batch * 100,
-        accuracy=0.9 + epoch / 100,
-        recipe=recipe,
-        scaling=scaling,
-        global_batch=batch,
-        micro_batch=batch // world,
-        accumulation=1,
-        step_time=step,
-        no_sync_step=parts["forward"] + parts["backward"] + parts["optimizer"],
-        hardware="4 imagined GPUs",
-        **parts,
-    )
+    batch, step = 32 * (world if scaling == "weak" else 1), sum(parts.values())
+    labels = {"name": "bert", "recipe": recipe, "scaling": scaling, "hardware": "4 imagined GPUs"}
+    sizes = {"samples": batch * 100, "global_batch": batch, "micro_batch": batch // world, "accumulation": 1}
+    no_sync = parts["forward"] + parts["backward"] + parts["optimizer"]
+    times = {"epoch_time": step * 100, "step_time": step, "no_sync_step": no_sync, **parts}
+    return Timing(num_processes=world, epoch=epoch, accuracy=0.9 + epoch / 100, **labels, **sizes, **times)
 
 
 ROWS = [
@@ -110,10 +97,8 @@ def test_comprehensive_summary_csv_holds_the_numbers_of_the_scaling_analysis(fol
             assert float(row["efficiency_low_quartile"]) == size.efficiency.low
             assert float(row["communication"]) == size.typical.communication
             assert (row["band"], row["cause"] or None) == (size.band, size.cause)
-            assert (row["slower_than"], int(row["best_size"])) == (
-                str(size.slower_than or ""),
-                series.best.num_processes,
-            )
+            best = (str(size.slower_than or ""), series.best.num_processes)
+            assert (row["slower_than"], int(row["best_size"])) == best
 
 
 def test_the_text_report_says_verdict_cause_serial_fraction_numbers_and_advice(folder):

@@ -23,18 +23,6 @@ STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 100
 ENDLESS = ["1000000" if word == "100" else word for word in STEPS]
 
 
-def stopped(run: Run, tell) -> str:
-    with run:
-        run.wait_for_output("step 5/")
-        tell(run)
-        return run.end()
-
-
-@pytest.fixture
-def flags(tiny_model, texts):
-    return [*model_flags(tiny_model, texts), *STEPS]
-
-
 def assert_resumable(output: Path, status: str = "preempted") -> int:
     """Stopped, with a valid checkpoint of its last step and no final model; returns that step."""
     newest, damaged = newest_valid(output)
@@ -72,8 +60,10 @@ def all_at_once(number: int):
     ],
 )
 def test_a_run_stopped_by_a_signal_saves_a_checkpoint_of_its_last_step(start, tell, tiny_model, texts, tmp_path):
-    run = start([*model_flags(tiny_model, texts), *ENDLESS], tmp_path)
-    output = stopped(run, tell)
+    with start([*model_flags(tiny_model, texts), *ENDLESS], tmp_path) as run:
+        run.wait_for_output("step 5/")
+        tell(run)
+        output = run.end()
     assert assert_resumable(tmp_path, "interrupted" if "SIGINT" in output else "preempted") >= 5
     assert "at step" in output and "run the same command again" in output
     assert start is not Run or (run.process.returncode == EXIT_CODE == 75 and "Traceback" not in output)
@@ -93,7 +83,7 @@ def test_a_second_ctrl_c_raises_keyboard_interrupt_at_once(capfd):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_signal_during_the_imports_of_train_py_ends_the_run_before_the_first_step(flags, tmp_path):
+def test_a_signal_during_the_imports_of_train_py_ends_the_run_before_the_first_step(tiny_model, texts, tmp_path):
     """psutil is the first library that it imports."""
     (tmp_path / "psutil.py").write_text(
         "import os, signal, sys\n"
@@ -101,7 +91,8 @@ def test_a_signal_during_the_imports_of_train_py_ends_the_run_before_the_first_s
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.path.remove(os.path.dirname(__file__))\ndel sys.modules['psutil']\nimport psutil\n"
     )
-    words = [sys.executable, str(ROOT / "launch" / "train.py"), *flags, "--output_dir", str(tmp_path / "out")]
+    flags = [*model_flags(tiny_model, texts), *STEPS, "--output_dir", str(tmp_path / "out")]
+    words = [sys.executable, str(ROOT / "launch" / "train.py"), *flags]
     variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.split() == [str(int(number)) for number in sorted(PASSED_ON)]

@@ -146,3 +146,8 @@ def read_record(output: Path) -> dict:
 
 def losses(outcome: Outcome) -> list[float]:
     return [entry["loss"] for entry in outcome.record["log_history"] if "loss" in entry]
+
+
+def eval_losses(outcome: Outcome) -> list[tuple[int, float]]:
+    """The step and the loss of each evaluation."""
+    return [(entry["step"], entry["eval_loss"]) for entry in outcome.record["log_history"] if "eval_loss" in entry]

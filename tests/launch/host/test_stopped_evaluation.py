@@ -10,7 +10,7 @@ import pytest
 
 from launch.host.signals import EXIT_CODE
 from launch.output.checkpoints import newest_valid
-from tests.support.running import launch_quickly, losses, read_record, train_here
+from tests.support.running import eval_losses, launch_quickly, losses, read_record, train_here
 from tests.support.slow_model import write_model_with
 from tests.support.stopping import TWO_RANKS, Forked, Run
 
@@ -53,10 +53,6 @@ def stopped(start: type[Run], flags: list[str], output: Path, step: int) -> Run:
     return run
 
 
-def evaluations(record: dict) -> dict[int, float]:
-    return {entry["step"]: entry["eval_loss"] for entry in record.get("log_history", []) if "eval_loss" in entry}
-
-
 @pytest.mark.parametrize(
     ("flags", "step"),
     [([*EVERY_FOURTH, *BEST], 4), pytest.param(AT_THE_END, 8, marks=pytest.mark.slow)],
@@ -70,7 +66,7 @@ def test_a_sigterm_cuts_an_evaluation_short_and_the_resumed_run_evaluates_that_s
     assert again.record["eval_loss"] == whole.record["eval_loss"]
     if step == 4:
         assert losses(again) == losses(whole)
-        assert evaluations(again.record) == evaluations(whole.record) != {}
+        assert eval_losses(again) == eval_losses(whole) != []
         assert again.record["model_step"] == whole.record["model_step"] == 4
 
 
@@ -80,4 +76,4 @@ def test_two_ranks_stopped_in_an_evaluation_resume_with_the_same_losses_and_eval
     whole, again = (launch_quickly(*slow, *EVERY_FOURTH, output=tmp_path / name) for name in ("whole", "out"))
     assert again.code == 0, again.output
     assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
-    assert evaluations(again.record) == pytest.approx(evaluations(whole.record), rel=1e-6)
+    assert dict(eval_losses(again)) == pytest.approx(dict(eval_losses(whole)), rel=1e-6)

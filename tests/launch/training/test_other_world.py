@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.rows import jsonl
-from tests.support.running import ROOT, launch_quickly, losses, model_flags
+from tests.support.running import ROOT, eval_losses, launch_quickly, losses, model_flags
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ def test_load_best_model_at_end_loads_a_checkpoint_of_another_number_of_processe
     best = "--load_best_model_at_end --metric_for_best_model eval_loss --greater_is_better true --eval_strategy steps"
     every = "--eval_steps 3 --save_strategy steps --save_steps 3 --dataset_test_split train[54:64]"
     outcome, folder = train("memory", *FP32, *best.split(), *every.split(), worlds=(2, 1), stops=(7,))
-    evaluated = [entry["eval_loss"] for entry in outcome.record["log_history"] if "eval_loss" in entry]
+    evaluated = [loss for _, loss in eval_losses(outcome)]
     assert outcome.record["eval_loss"] == pytest.approx(max(evaluated), rel=1e-6) == pytest.approx(evaluated[0])
     assert not list(folder.glob("converted-*"))
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.rows import jsonl
-from tests.support.running import ROOT, launch_quickly, losses, model_flags
+from tests.support.running import ROOT, eval_losses, launch_quickly, losses, model_flags
 
 SCRIPT = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
 STEADY = "--learning_rate 5e-3 --lr_scheduler_type constant --logging_steps 1".split()
@@ -87,7 +87,7 @@ def test_load_best_model_at_end_under_fsdp2_loads_the_checkpoint_with_the_lowest
     """Ranks that disagree which one is the best would each load a half of another model."""
     best = ["--load_best_model_at_end", "--save_total_limit", "3"]
     outcome, folder = sharded(*HELD_OUT, *EVERY_SECOND_STEP, *best, steps=6)
-    evaluated = [entry["eval_loss"] for entry in outcome.record["log_history"] if "eval_loss" in entry]
+    evaluated = [loss for _, loss in eval_losses(outcome)]
     assert evaluated[2] == min(evaluated)
     assert outcome.record["eval_loss"] == pytest.approx(evaluated[2], rel=1e-6)
     state = json.loads((folder / "checkpoint-6" / "trainer_state.json").read_text())

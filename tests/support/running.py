@@ -17,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from launch.host.processes import free_port
+from launch.output import record
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +143,11 @@ def python(*words: object, cwd: Path = ROOT, **variables: object) -> subprocess.
 def read_record(output: Path) -> dict:
     file = output / "run.json"
     return json.loads(file.read_text()) if file.exists() else {}
+
+
+def rewrite(folder: Path, **changes) -> None:
+    """Replace fields of the run.json in a folder."""
+    record.write(folder, {**read_record(folder), **changes})
 
 
 def losses(outcome: Outcome) -> list[float]:

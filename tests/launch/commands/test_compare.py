@@ -9,7 +9,7 @@ from launch.cli import main
 from launch.commands.compare import _less_is_better, differences, noise_can_make, other_training, results
 from launch.output.record import FIELDS
 from recipes.catalog import RECIPES
-from tests.support.running import ROOT, SCRIPT, train_here
+from tests.support.running import ROOT, SCRIPT, read_record, train_here
 
 EVALUATED = ["--dataset_train_split", "train[:90%]", "--dataset_test_split", "train[90%:]", "--eval_strategy", "epoch"]
 
@@ -40,10 +40,6 @@ def answer(capsys):
         return code, re.sub(" +", " ", capsys.readouterr().out)
 
     return answered
-
-
-def of(runs, name) -> dict:
-    return json.loads((runs / name / "run.json").read_text())
 
 
 # --- The catalogue --------------------------------------------------------------------------------
@@ -86,12 +82,12 @@ def test_show_prints_status_results_and_settings_of_a_run(runs, capsys):
 
 
 def test_diff_of_two_runs_lists_settings_versions_and_world_size(runs, tmp_path, answer):
-    content = of(runs, "changed")
+    content = read_record(runs / "changed")
     versions = {**content["versions"], "torch": "1.0"}
     (tmp_path / "run.json").write_text(json.dumps({**content, "versions": versions, "world_size": 2}))
     _, printed = answer("diff", runs / "plain", tmp_path)
     assert "learning_rate 5e-05 0.01" in printed and "world_size 1 2" in printed
-    assert f"torch {of(runs, 'plain')['versions']['torch']} 1.0" in printed
+    assert f"torch {read_record(runs / 'plain')['versions']['torch']} 1.0" in printed
     assert not {"max_steps", "output_dir", "config"} & names_in(printed)
     assert answer("diff", runs / "plain", runs / "plain")[1] == "nothing differs\n"
 
@@ -120,7 +116,8 @@ def test_compare_prints_differing_settings_results_and_failed_runs(runs, answer)
     code, printed = answer("compare", *(runs / name for name in names), "--target", "eval_loss", "0")
     assert code == 1 and "learning_rate 5e-05 0.01 1e+30" in printed
     assert "status finished finished failed: NotANumber" in printed and "no run meets all targets" in printed
-    found, records = results([of(runs, name) for name in names]), [of(runs, name) for name in names]
+    records = [read_record(runs / name) for name in names]
+    found = results(records)
     for name in ("final_loss", "eval_loss", "step_time", "exchanges_per_step", "peak_memory_bytes", "train_runtime"):
         assert found[name][:2] == [record[name] for record in records[:2]]
         assert name in printed
@@ -129,7 +126,7 @@ def test_compare_prints_differing_settings_results_and_failed_runs(runs, answer)
 
 
 def test_runs_are_compared_by_the_contents_of_their_data_and_not_by_its_path(runs):
-    plain = of(runs, "plain")
+    plain = read_record(runs / "plain")
     assert other_training(differences([plain, {**plain, "data": "other"}])) == ["the contents of the data"]
     moved = {"dataset_name": {"value": "/elsewhere/texts.jsonl", "source": "command line"}}
     assert differences([plain, {**plain, "settings": plain["settings"] | moved}]) == []
@@ -147,7 +144,7 @@ def test_compare_marks_a_change_of_step_time_that_noise_alone_can_make(times, ma
 
 
 def test_compare_requires_one_run_that_meets_every_target(runs, answer):
-    losses = {name: of(runs, name)["eval_loss"] for name in ("plain", "changed")}
+    losses = {name: read_record(runs / name)["eval_loss"] for name in ("plain", "changed")}
     better, worse = sorted(losses, key=losses.__getitem__)
     assert _less_is_better("eval_mse") and not _less_is_better("eval_accuracy")
     targets = ["--target", "eval_loss", losses[better], "--target", "global_step", "5"]

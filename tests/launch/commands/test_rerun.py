@@ -1,6 +1,5 @@
 """A run again: from its record, in another folder and environment, bit by bit; or what differs."""
 
-import json
 import re
 import shutil
 import site
@@ -15,7 +14,7 @@ from launch.output import record
 from recipes.run import here, resolve
 from recipes.run.files import shipped
 from recipes.run.hardware import read as read_hardware
-from tests.support.running import ROOT, SCRIPT, losses, read_record, run
+from tests.support.running import ROOT, SCRIPT, losses, read_record, rewrite, run
 
 
 @pytest.fixture
@@ -51,11 +50,6 @@ def dry(capsys, *words: object) -> tuple[int, str, str]:
     code = main(["rerun", *map(str, words), "--dry_run"])
     printed = capsys.readouterr()
     return code, printed.out, " ".join(printed.err.split())
-
-
-def change(folder: Path, **changes) -> None:
-    content = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**content, **changes}))
 
 
 # --- Bit by bit -----------------------------------------------------------------------------------
@@ -111,7 +105,7 @@ def test_rerun_lists_a_difference_in_versions_hardware_or_data_and_exact_refuses
     monkeypatch.setattr(record, "first_environment", lambda: {"OMP_NUM_THREADS": "3"})
     changes, words = DIFFERENCES[what]
     folder = recorded(place / "out")
-    change(folder, **changes)
+    rewrite(folder, **changes)
     code, _, said = dry(capsys, folder)
     assert code == 0 and words in said
     assert dry(capsys, folder, "--exact")[0] == 2
@@ -136,9 +130,9 @@ def test_rerun_reports_no_difference_for_the_same_model_and_data_at_another_path
 
 def test_rerun_repeats_the_recorded_micro_batch_and_with_more_processes_keeps_the_global_batch(place, capsys):
     folder = recorded(place / "out")
-    content = json.loads((folder / "run.json").read_text())["settings"]
+    content = read_record(folder)["settings"]
     content["per_device_train_batch_size"]["value"] = 2  # as if an earlier version had split the batch otherwise
-    change(folder, settings=content)
+    rewrite(folder, settings=content)
     assert "batch 2 x 8 x 1 = 16" in dry(capsys, folder)[1]
     code, script, said = dry(capsys, folder, "--num_processes", "2")
     assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script
@@ -186,7 +180,7 @@ def test_rerun_uses_the_recorded_accelerate_yaml_and_lists_changes_of_the_file(p
 def test_rerun_replaces_a_shipped_yaml_of_another_environment_by_the_one_installed_here(place, capsys):
     folder = recorded(place / "out")
     then = "/of/another/environment/fast.yaml"
-    change(folder, accelerate_config=then, files={then: shipped("fast.yaml").read_text()})
+    rewrite(folder, accelerate_config=then, files={then: shipped("fast.yaml").read_text()})
     assert f"--config_file {shipped('fast.yaml')} " in dry(capsys, folder)[1]
 
 
@@ -200,5 +194,5 @@ def test_rerun_names_accelerate_launch_flags_that_are_not_repeated(place, capsys
 
 def test_rerun_loads_a_hub_model_at_the_recorded_commit(place, capsys):
     folder = recorded(place / "out", "--model_name_or_path", "org/name")
-    change(folder, model="commit " + "a" * 40)
+    rewrite(folder, model="commit " + "a" * 40)
     assert "--model_revision " + "a" * 40 in dry(capsys, folder)[1]

@@ -8,7 +8,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.cli import main
-from tests.support.running import train_here
+from tests.support.running import read_record, rewrite, train_here
 
 HELD_OUT = "--dataset_train_split train[:80%] --dataset_test_split train[80%:] --eval_strategy epoch".split()
 SHORT = "--max_steps 4 --learning_rate 1e-2".split()
@@ -37,15 +37,13 @@ def evaluated(capsys, *words) -> float:
 
 
 def test_recipes_evaluate_repeats_the_eval_loss_in_run_json(adapter, capsys):
-    recorded = json.loads((adapter / "run.json").read_text())
-    assert evaluated(capsys, adapter) == pytest.approx(recorded["eval_loss"], abs=1e-4)
+    assert evaluated(capsys, adapter) == pytest.approx(read_record(adapter)["eval_loss"], abs=1e-4)
 
 
 def test_recipes_evaluate_says_that_the_data_has_changed_since_the_run(adapter, texts, tmp_path, capsys):
-    shutil.copytree(adapter, tmp_path / "run")
-    record = json.loads((adapter / "run.json").read_text())
-    (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "data": "sha256-of-other-rows"}))
-    assert f"{texts} has changed since the run" in answered(capsys, "evaluate", tmp_path / "run")[1]
+    run = shutil.copytree(adapter, tmp_path / "run")
+    rewrite(run, data="sha256-of-other-rows")
+    assert f"{texts} has changed since the run" in answered(capsys, "evaluate", run)[1]
 
 
 def test_recipes_evaluate_uses_all_of_another_dataset_unless_a_test_split_is_given(adapter, texts, tmp_path, capsys):
@@ -69,7 +67,7 @@ def test_recipes_evaluate_asks_for_dataset_name_if_the_run_has_no_held_out_data(
 
 
 def test_the_model_card_of_an_adapter_names_base_model_data_recipe_and_eval_loss(adapter, tiny_model, texts):
-    card, record = (adapter / "README.md").read_text(), json.loads((adapter / "run.json").read_text())
+    card, record = (adapter / "README.md").read_text(), read_record(adapter)
     assert f"base_model: {tiny_model}\n" in card and f"the {texts} dataset" in card and "recipe `standard`" in card
     assert f"- Loss: {record['eval_loss']:.4f}" in card and "[More Info" not in card and f"[{tiny_model}](" not in card
 

@@ -19,7 +19,7 @@ from launch.output.resume import find_earlier_run, look_ahead, make_room
 from recipes.errors import UserError
 from recipes.run import here, resolve
 from recipes.run.files import shipped
-from tests.support.running import losses, model_flags, read_record, train_here
+from tests.support.running import losses, model_flags, read_record, rewrite, train_here
 
 SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 9 --learning_rate 1e-3 --logging_steps 1".split()
 SPLIT = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]".split()
@@ -44,10 +44,6 @@ def another_run(tiny_model, texts, tmp_path_factory):
     output = tmp_path_factory.mktemp("another")
     assert train_here(tiny_model, texts, output, *other("--seed", "7")).code == 0
     return output
-
-
-def rewrite(folder, **changes):
-    record.write(folder, {**read_record(folder), **changes})
 
 
 def at_step(folder, step):

@@ -16,6 +16,7 @@ from tests.support.rows import jsonl, learned, problem, run_with, texts
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 STREAM = dict(dataset_streaming=True, max_steps=100, max_length=64)
+PACKED, SEQUENTIAL = {"packing": True}, {"train_sampling_strategy": "sequential"}
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_each_epoch_and_each_seed_of_a_stream_has_another_order(folder, tokenize
 
 
 def test_sequential_sampling_of_a_stream_follows_the_order_of_the_files(folder, tokenizer):
-    found = rows_of(first(stream(folder, tokenizer, train_sampling_strategy="sequential"), 40), tokenizer)
+    found = rows_of(first(stream(folder, tokenizer, **SEQUENTIAL), 40), tokenizer)
     assert found == [f"0.{row}" for row in range(30)] + [f"1.{row}" for row in range(10)]
 
 
@@ -79,16 +80,7 @@ def test_a_stream_shuffles_rows_only_within_windows_of_consecutive_rows(tmp_path
 # --- A resume -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"packing": True},
-        {"packing": True, "packing_strategy": "wrapped"},
-        {"train_sampling_strategy": "sequential"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{}, PACKED, PACKED | {"packing_strategy": "wrapped"}, SEQUENTIAL], ids=str)
 @pytest.mark.parametrize("readers", [1, 3, 8])
 def test_a_stream_resumes_exactly_after_any_example(settings, readers, folder, tokenizer):
     whole = replace(stream(folder, tokenizer, **settings), rank=readers - 1, ranks=readers)
@@ -116,11 +108,7 @@ def parts(folder, tmp_path):
     return [
         {"name": str(folder), "weight": 3},
         {"name": str(tmp_path / "saved"), "weight": 2.5},
-        {
-            "name": jsonl(tmp_path, questions, "questions.jsonl"),
-            "weight": 1,
-            "columns": {"q": "prompt", "a": "completion"},
-        },
+        {"name": jsonl(tmp_path, questions, "asked.jsonl"), "weight": 1, "columns": {"q": "prompt", "a": "completion"}},
         {"name": jsonl(tmp_path, [{"messages": CHAT}] * 8, "chats.jsonl"), "weight": 0.5},
     ]
 
@@ -139,7 +127,7 @@ def test_the_datasets_of_a_streamed_mixture_appear_in_proportion_to_their_weight
     assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.01
 
 
-@pytest.mark.parametrize("settings", [{}, {"packing": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, PACKED], ids=str)
 @pytest.mark.parametrize(("reader", "readers"), [(0, 1), (5, 6)])
 def test_a_streamed_mixture_resumes_exactly_after_any_example(settings, reader, readers, parts, tokenizer):
     whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
@@ -180,7 +168,7 @@ def test_stream_rows_whose_completion_lies_beyond_max_length_are_left_out(packin
 
 def test_streamed_wrapped_packing_keeps_every_token_and_pads_the_last_sequence(tmp_path, tokenizer):
     rows = texts("abc" * 30, "def" * 10, "gh")
-    settings = dict(packing=True, packing_strategy="wrapped", train_sampling_strategy="sequential")
+    settings = {**PACKED, "packing_strategy": "wrapped", **SEQUENTIAL}
     sequences = first(stream(jsonl(tmp_path, rows), tokenizer, **settings), 2)
     assert [len(row["input_ids"]) for row in sequences] == [64, 64]
     text = "".join(row["text"] + "<|endoftext|>" for row in rows)

@@ -55,15 +55,10 @@ def said(*turns):
 
 CHAT = [user("Hello"), answer("Hi!"), user("Bye"), answer("See you")]
 SPOKEN = "Hi!<|im_end|>See you<|im_end|>"
-SHAREGPT = [
-    {"from": "system", "value": "Be brief."},
-    {"from": "human", "value": "Hello"},
-    {"from": "gpt", "value": "Hi!"},
-    {"from": "human", "value": "Bye"},
-    {"from": "gpt", "value": "See you"},
-]
+TURNS = [("system", "Be brief."), ("human", "Hello"), ("gpt", "Hi!"), ("human", "Bye"), ("gpt", "See you")]
+SHAREGPT = [{"from": who, "value": words} for who, words in TURNS]
+NAMED = [{"role": who, "content": words} for who, words in TURNS]
 BRIEF = "<|im_start|>system\nBe brief.<|im_end|>\n" + said("Hello", "Hi!", "Bye", "See you")
-NAMED = [{"role": turn["from"], "content": turn["value"]} for turn in SHAREGPT]
 
 WEATHER = {
     "name": "get_weather",
@@ -141,9 +136,8 @@ def test_null_keys_that_parquet_fills_in_do_not_reach_the_chat_template(tmp_path
         {"messages": [CALLS[0], answer(None, tool_calls=[late])], "tools": [other]},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
-    first, second = decoded(
-        demo_tokenizer(), load_data(run_with(dataset_name=str(tmp_path / "data.parquet")), chatting(TOOLS)).train
-    )
+    data = load_data(run_with(dataset_name=str(tmp_path / "data.parquet")), chatting(TOOLS))
+    first, second = decoded(demo_tokenizer(), data.train)
     assert first == WHOLE_CALL and "null" not in second
 
 
@@ -158,28 +152,25 @@ def test_a_chat_may_begin_with_the_assistant(tmp_path):
     assert learned(demo_tokenizer(), load_data(run, chatting(UNMARKED)).train[0]) == SPOKEN
 
 
-def test_chats_are_refused_if_the_chat_template_is_missing_or_leaves_out_tool_calls(tmp_path):
-    """Without, it would train on an empty message, as with Phi-3's and Qwen2.5-VL's templates."""
-    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CALLS}]))
-    assert "has no chat template" in problem(run, chatting(None)).what
-    assert "leaves out the assistant's call of get_weather" in problem(run, chat_tokenizer()).what
-
-
-NO_SYSTEM = "{% if message['role'] != 'system' %}{{ message['content'] }}<|im_end|>{% endif %}"
-NO_REASONING = "{{ message['content'].split('</think>')[-1] }}<|im_end|>"
+EACH = "{%% for message in messages %%}%s{%% endfor %%}"
+NO_SYSTEM = EACH % "{% if message['role'] != 'system' %}{{ message['content'] }}<|im_end|>{% endif %}"
+NO_REASONING = EACH % "{{ message['content'].split('</think>')[-1] }}<|im_end|>"  # as DeepSeek-R1's
+THOUGHT = [user("2+2?"), answer("<think>Even.</think>4")]
 
 
 @pytest.mark.parametrize(
-    ("template", "first", "what"),
+    ("template", "chat", "what"),
     [
-        (NO_SYSTEM, [{"role": "system", "content": "Be brief."}], "leaves out a message of the system"),
-        (NO_REASONING, [], "leaves out the reasoning of an answer"),  # as DeepSeek-R1's
+        (None, CHAT, "has no chat template"),
+        (CHAT_TEMPLATE, CALLS, "leaves out the assistant's call of get_weather"),  # as Phi-3's and Qwen2.5-VL's
+        (NO_SYSTEM, [{"role": "system", "content": "Be brief."}, *THOUGHT], "leaves out a message of the system"),
+        (NO_REASONING, THOUGHT, "leaves out the reasoning of an answer"),
     ],
 )
-def test_a_chat_is_refused_if_its_template_leaves_out_a_message_or_the_last_reasoning(template, first, what, tmp_path):
-    chat = [*first, user("2+2?"), answer("<think>Even.</think>4")]
+def test_a_chat_is_refused_if_its_template_is_missing_or_leaves_out_any_part_of_it(template, chat, what, tmp_path):
+    """Without a call, it would train on an empty message."""
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}]))
-    assert what in problem(run, chatting(f"{{% for message in messages %}}{template}{{% endfor %}}")).what
+    assert what in problem(run, chatting(template)).what
 
 
 def test_eos_is_learned_after_the_last_answer_if_the_template_writes_nothing_there(tmp_path):

@@ -57,13 +57,8 @@ def test_a_changed_or_missing_checkpoint_file_is_named(name, checkpoint):
 def test_a_damaged_manifest_json_invalidates_the_checkpoint(checkpoint):
     file = checkpoint / "manifest.json"
     whole = file.read_bytes()
-    for content in (
-        b"",
-        b"[]",
-        whole[:-9],
-        whole.replace(b'"step": 4', b'"step": 5'),
-        whole.replace(b'"bytes": 1', b'"bytes": 2'),
-    ):
+    changed = [whole.replace(b'"step": 4', b'"step": 5'), whole.replace(b'"bytes": 1', b'"bytes": 2')]
+    for content in (b"", b"[]", whole[:-9], *changed):
         file.write_bytes(content)
         assert faults(checkpoint) == ["manifest.json is damaged"]
 
@@ -146,19 +141,13 @@ def test_a_damaged_checkpoint_is_renamed_with_all_its_files(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("there", "newest", "limit", "best", "left"),
-    [
-        ([2, 4, 6], 6, 2, None, [6, 4]),
-        ([2, 4, 6], 6, 1, 2, [6, 2]),
-        ([2, 4, 6], 6, 3, 2, [6, 4, 2]),
-        ([2, 4, 6], 6, None, None, [6, 4, 2]),
-        ([9, 10, 11], 11, 2, None, [11, 10]),
-    ],
+    ("limit", "best", "left"),
+    [(2, None, [10, 9]), (1, 4, [10, 4]), (3, 4, [10, 9, 4]), (None, None, [10, 9, 4])],
 )
-def test_rotation_deletes_checkpoints_by_step_and_not_by_mtime(there, newest, limit, best, left, tmp_path):
-    for step in reversed(there):  # the newest has the oldest time
+def test_rotation_deletes_checkpoints_by_step_and_not_by_mtime(limit, best, left, tmp_path):
+    for step in (10, 9, 4):  # the newest has the oldest time
         (tmp_path / f"checkpoint-{step}").mkdir()
-    rotate(tmp_path / f"checkpoint-{newest}", limit, str(tmp_path / f"checkpoint-{best}") if best else None)
+    rotate(tmp_path / "checkpoint-10", limit, str(tmp_path / f"checkpoint-{best}") if best else None)
     assert steps(tmp_path) == left
 
 

@@ -18,11 +18,8 @@ def test_each_dataset_of_a_mixture_may_have_its_own_format(tmp_path, tokenizer):
     questions = jsonl(tmp_path, [{"q": "3+3=", "a": "6", "prompt": "unused"}], "questions.jsonl")
     entries = [*names, {"name": questions, "columns": {"q": "prompt", "a": "completion"}}]
     data = load_data(run_with(dataset_name=entries), tokenizer)
-    assert [learned(tokenizer, row) for row in data.train] == [
-        tokenizer.apply_chat_template(CHAT, tokenize=False),
-        "plain<|endoftext|>",
-        "6<|endoftext|>",
-    ]
+    chat = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert [learned(tokenizer, row) for row in data.train] == [chat, "plain<|endoftext|>", "6<|endoftext|>"]
 
 
 def test_an_epoch_of_a_mixture_has_every_example_and_follows_the_weights(tmp_path, tokenizer):
@@ -47,13 +44,6 @@ def test_a_mixture_trains_on_each_datasets_split_and_evaluates_on_those_with_a_t
     assert decoded(tokenizer, data.eval) == ["validation<|endoftext|>"]
     run = run_with(dataset_name=[other, other], eval_strategy="steps")
     assert "nothing to evaluate on" in problem(run, tokenizer).what
-
-
-def test_files_that_match_a_glob_pattern_are_one_dataset(tmp_path, tokenizer):
-    for name in ("b", "a"):
-        jsonl(tmp_path, texts(name), f"{name}.jsonl")
-    data = load_data(run_with(dataset_name=str(tmp_path / "*.jsonl")), tokenizer)
-    assert decoded(tokenizer, data.train) == ["a<|endoftext|>", "b<|endoftext|>"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

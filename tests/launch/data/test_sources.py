@@ -31,16 +31,14 @@ def test_json_csv_parquet_text_and_gzip_files_are_read(name, tmp_path, tokenizer
     assert decoded(tokenizer, data.train) == ["one<|endoftext|>", "two<|endoftext|>"]
 
 
-def test_files_of_a_folder_that_datasets_leaves_out_because_only_others_name_a_split_are_noted(
-    tmp_path, tokenizer, capsys
-):
+def test_files_left_out_as_only_others_name_a_split_are_noted_and_a_glob_pattern_reads_all(tmp_path, tokenizer, capsys):
     for name in ("train", "more"):
         jsonl(tmp_path, texts(name), f"{name}.jsonl")
-    assert decoded(tokenizer, load_data(run_with(dataset_name=str(tmp_path)), tokenizer).train) == [
-        "train<|endoftext|>"
-    ]
+    data = load_data(run_with(dataset_name=str(tmp_path)), tokenizer)
+    assert decoded(tokenizer, data.train) == ["train<|endoftext|>"]
     assert " not read, such as more.jsonl: " in " ".join(capsys.readouterr().out.split())
-    load_data(run_with(dataset_name=f"{tmp_path}/*.jsonl"), tokenizer)
+    data = load_data(run_with(dataset_name=f"{tmp_path}/*.jsonl"), tokenizer)  # all that match are one data set
+    assert decoded(tokenizer, data.train) == ["more<|endoftext|>", "train<|endoftext|>"]
     assert "not read" not in capsys.readouterr().out
 
 
@@ -65,13 +63,8 @@ def test_all_files_of_a_folder_and_its_subfolders_are_read_as_one_dataset(suffix
 
 
 def test_train_and_test_split_may_be_slices_of_one_file(tmp_path, tokenizer):
-    run = run_with(
-        dataset_name=jsonl(tmp_path, texts(*"abcdefghij")),
-        dataset_train_split="train[:80%]",
-        dataset_test_split="train[80%:]",
-        eval_strategy="epoch",
-    )
-    data = load_data(run, tokenizer)
+    splits = {"dataset_train_split": "train[:80%]", "dataset_test_split": "train[80%:]", "eval_strategy": "epoch"}
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, texts(*"abcdefghij")), **splits), tokenizer)
     assert (len(data.train), decoded(tokenizer, data.eval)) == (8, ["i<|endoftext|>", "j<|endoftext|>"])
 
 

@@ -19,6 +19,7 @@ CONFIGS = {
         **SMALL, n_embd=32, n_layer=2, n_head=2, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),
 }
+ENGINES = [("sharded", 2), ("memory", 2), ("memory_zero3", 1), ("memory_zero3", 2)]
 
 
 def described(folder, config):
@@ -55,14 +56,7 @@ def test_the_seed_decides_the_initial_weights_of_from_scratch(folder):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "processes"),
-    [
-        ("standard", 2),
-        pytest.param("sharded", 2, marks=pytest.mark.slow),
-        pytest.param("memory", 2, marks=pytest.mark.slow),
-        pytest.param("memory_zero3", 1, marks=pytest.mark.slow),
-        pytest.param("memory_zero3", 2, marks=pytest.mark.slow),
-    ],
+    ("recipe", "processes"), [("standard", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ENGINES)]
 )
 def test_from_scratch_has_the_same_losses_on_every_engine(recipe, processes, folder, one_process, texts, tmp_path):
     old = parse(__version__) < parse("5.23")

@@ -14,6 +14,7 @@ LABELS = {
     "multi_label_classification": lambda n: [name for place, name in enumerate("abc") if n * 7 % (place + 2)],
     "regression": lambda n: n * 7 % 5 - 1.25,
 }
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in LABELS if case != "regression"]
 SPEEDS = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
@@ -23,15 +24,7 @@ def evaluations(outcome) -> list[float]:
     return [entry[name] for entry in entries for name in entry if name.startswith("eval_") and name not in SPEEDS]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "causal_lm",
-        pytest.param("sequence_classification", marks=pytest.mark.slow),
-        pytest.param("multi_label_classification", marks=pytest.mark.slow),
-        "regression",
-    ],
-)
+@pytest.mark.parametrize("case", ["causal_lm", "regression", *SLOW])
 def test_losses_and_evaluations_are_equal_on_two_ranks_and_with_other_micro_batches(case, tiny_model, texts, tmp_path):
     data, more = texts, list[str]()
     if case in LABELS:  # in an order without a pattern

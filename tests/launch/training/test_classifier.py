@@ -15,23 +15,17 @@ from tests.support.running import launch_quickly, losses, model_flags, read_reco
 TASK = ["--task", "sequence_classification"]
 FLAGS = [*TASK, *"--eval_strategy steps --eval_steps 1 --logging_steps 1 --learning_rate 3e-3".split()]
 FLAGS += "--dataset_train_split train[:48] --dataset_test_split train[48:] --load_best_model_at_end".split()
-NAMES = ("even", "third")
-LABELS = {
-    "single_label_classification": lambda n: (10, 20, 10**9)[n % 3],
-    "multi_label_classification": lambda n: [name for divisor, name in enumerate(NAMES, 2) if not n % divisor],
-    "regression": lambda n: (n % 3) * 500.25 - 100,
-}
-SHOWN = {
-    "single_label_classification": "3 classes",
-    "multi_label_classification": "multi-label: 2 labels",
-    "regression": ", regression",
-}
-BEST = {"single_label_classification": "f1_macro", "multi_label_classification": "f1_micro", "regression": "mse"}
-OUTPUTS = {
-    "single_label_classification": ["10", "20", "1000000000"],
-    "multi_label_classification": ["even", "third"],
-    "regression": ["label"],
-}
+NAMES = ["even", "third"]
+CLASSES = ["10", "20", "1000000000"]
+# A row's label, what is printed of the labels, the metric of the best model, the outputs' names
+KINDS = {
+    "single_label_classification": (lambda n: int(CLASSES[n % 3]), "3 classes", "f1_macro", CLASSES),
+    "multi_label_classification": (
+        lambda n: [name for divisor, name in enumerate(NAMES, 2) if not n % divisor], "multi-label: 2 labels",
+        "f1_micro", NAMES,
+    ),
+    "regression": (lambda n: (n % 3) * 500.25 - 100, ", regression", "mse", ["label"]),
+}  # fmt: skip
 
 
 def written(folder, label):
@@ -39,32 +33,35 @@ def written(folder, label):
     return jsonl(folder, rows, "rows.jsonl")
 
 
-@pytest.fixture(scope="module", params=LABELS)
+@pytest.fixture(scope="module", params=KINDS)
 def trained(request, tiny_model, tmp_path_factory):
     """The problem type, two starts of a run that the column alone told it, and its folder."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
-    data, flags = written(folder, LABELS[kind]), [*FLAGS, "--metric_for_best_model", BEST[kind], "--max_steps"]
+    label, _, best, _ = KINDS[kind]
+    data, flags = written(folder, label), [*FLAGS, "--metric_for_best_model", best, "--max_steps"]
     first = train_here(tiny_model, data, folder / "out", *flags, "3")
     return kind, first, train_here(tiny_model, data, folder / "out", *flags, "4", "--problem_type", kind), folder
 
 
 def test_the_banner_run_json_and_saved_config_name_the_problem_type_and_classes(trained):
     kind, outcome, _, folder = trained
+    _, shown, best, outputs = KINDS[kind]
     assert outcome.code == 0 and outcome.record["settings"]["problem_type"]["value"] == kind
-    assert SHOWN[kind] in outcome.output and outcome.record["classes"] == OUTPUTS[kind]
-    assert f"eval_{BEST[kind]}" in outcome.record and f"eval_{BEST[kind]}" in outcome.output
+    assert shown in outcome.output and outcome.record["classes"] == outputs
+    assert f"eval_{best}" in outcome.record and f"eval_{best}" in outcome.output
     config = AutoModelForSequenceClassification.from_pretrained(folder / "out").config
-    assert config.problem_type == kind and list(config.id2label.values()) == OUTPUTS[kind]
-    assert config.label2id == {name: number for number, name in enumerate(OUTPUTS[kind])}
+    assert config.problem_type == kind and list(config.id2label.values()) == outputs
+    assert config.label2id == {name: number for number, name in enumerate(outputs)}
 
 
 def test_a_classifier_resumes_and_keeps_the_best_model_by_metric_for_best_model(trained):
     kind, first, outcome, _ = trained
     assert first.code == outcome.code == 0 and "resuming from" in outcome.output
-    figures = [entry[f"eval_{BEST[kind]}"] for entry in outcome.record["log_history"] if "eval_loss" in entry][:4]
+    best = f"eval_{KINDS[kind][2]}"
+    figures = [entry[best] for entry in outcome.record["log_history"] if "eval_loss" in entry][:4]
     wanted = min(figures) if kind == "regression" else max(figures)
     assert outcome.record["best_step"] == outcome.record["model_step"] == 1 + figures.index(wanted)
-    assert outcome.record[f"eval_{BEST[kind]}"] == pytest.approx(wanted)
+    assert outcome.record[best] == pytest.approx(wanted)
 
 
 def label_of(row, kind):
@@ -73,7 +70,7 @@ def label_of(row, kind):
         return torch.tensor([row["label"]])
     if kind == "multi_label_classification":
         return torch.tensor([[float(name in row["label"]) for name in NAMES]])
-    return torch.tensor([OUTPUTS[kind].index(str(row["label"]))])
+    return torch.tensor([CLASSES.index(str(row["label"]))])
 
 
 def test_the_eval_loss_of_a_classifier_equals_that_of_the_saved_model_in_transformers(trained):

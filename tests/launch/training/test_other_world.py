@@ -27,6 +27,20 @@ ZERO = {
     "gradient_clipping": "auto",
     "zero_allow_untested_optimizer": True,
 }
+ENGINES = {
+    "ddp": ("standard", []),
+    "lora": ("standard", ADAPTERS),
+    "zero2": ("memory", FP32),
+    "zero3": ("memory_zero3", FP32),
+    "zero2-lora": ("memory", [*FP32, *ADAPTERS]),
+    "fsdp2": ("sharded", []),
+}
+ORDERS = {
+    "last batch": (4, "standard", []),  # before the last of an epoch, which accelerate fills with others' examples
+    "by length": (7, "standard", ["--train_sampling_strategy", "group_by_length"]),
+    "rebalanced": (7, "standard", ["--train_sampling_strategy", "batch_rebalance"]),
+    "packed": (3, "fast", ["--packing"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +69,7 @@ def examples(folder) -> dict[int, list[str]]:
     return {step: sorted(names) for step, names in sorted(seen.items())}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "more"),
-    [
-        ("standard", []),
-        ("standard", ADAPTERS),
-        ("memory", FP32),
-        ("memory_zero3", FP32),
-        ("memory", [*FP32, *ADAPTERS]),
-        ("sharded", []),
-    ],
-    ids=["ddp", "lora", "zero2", "zero3", "zero2-lora", "fsdp2"],
-)
+@pytest.mark.parametrize(("recipe", "more"), ENGINES.values(), ids=ENGINES)
 def test_a_run_of_4_processes_resumed_by_2_then_1_then_3_trains_as_if_never_stopped(recipe, more, train):
     whole, there = train(recipe, *more)
     outcome, here = train(recipe, *more, worlds=(4, 2, 1, 3), stops=(3, 7, 11))
@@ -78,16 +81,7 @@ def test_a_run_of_4_processes_resumed_by_2_then_1_then_3_trains_as_if_never_stop
 
 
 @pytest.mark.parametrize("worlds", [(2, 2), (2, 3)])
-@pytest.mark.parametrize(
-    ("stop", "recipe", "more"),
-    [
-        (4, "standard", []),  # before the last batch of an epoch, which accelerate fills with others' examples
-        (7, "standard", ["--train_sampling_strategy", "group_by_length"]),
-        (7, "standard", ["--train_sampling_strategy", "batch_rebalance"]),
-        (3, "fast", ["--packing"]),
-    ],
-    ids=["last batch", "by length", "rebalanced", "packed"],
-)
+@pytest.mark.parametrize(("stop", "recipe", "more"), ORDERS.values(), ids=ORDERS)
 def test_the_data_order_continues_after_a_resume_with_the_same_or_more_processes(stop, recipe, more, worlds, train):
     whole, there = train(recipe, *more, worlds=(2,))
     outcome, here = train(recipe, *more, worlds=worlds, stops=(stop,))

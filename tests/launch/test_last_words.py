@@ -38,7 +38,7 @@ MISTAKES: dict[str, tuple[str, str, dict[str, str]]] = {
     "data that are not there": (DATA, "data.jsonl", {}),
     "data without the column": (DATA, "words", {"data.jsonl": '{"words": "x"}\n'}),
     "an output folder in a file": (
-        f"{DATA} --output_dir {{folder}}/data.jsonl/out", "output_dir", {"data.jsonl": TEXT}
+        f"{DATA} --output_dir {{folder}}/data.jsonl/out", "cannot be written: Not a directory", {"data.jsonl": TEXT}
     ),
 }  # fmt: skip
 

@@ -202,13 +202,10 @@ def refused(run) -> str:
 
 
 @pytest.mark.parametrize("status", ["running", "finished"])
-@pytest.mark.parametrize(
-    ("flags", "words"), [("--packing", "with packing False, not True"), ("--optim sgd", "optim adamw_torch")]
-)
-def test_an_output_dir_that_holds_a_run_with_other_settings_is_refused(flags, words, status, finished, asked):
+def test_an_output_dir_that_holds_a_run_with_other_settings_is_refused(status, finished, asked):
     rewrite(finished, status=status)
-    said = refused(asked(finished, *SIX_STEPS, *flags.split()))
-    assert words in said and "another --output_dir, or --fresh" in said
+    said = refused(asked(finished, *SIX_STEPS, "--optim", "sgd"))
+    assert "with optim adamw_torch" in said and "another --output_dir, or --fresh" in said
 
 
 def test_an_output_dir_that_holds_a_run_whose_data_has_changed_is_refused(finished, asked, texts, tmp_path):
@@ -269,10 +266,8 @@ def test_a_resume_notes_that_a_hub_dataset_has_a_new_commit(stopped, asked):
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP1", "DeepSpeed ZeRO-2, optimizer offload"])
 def test_checkpoints_of_another_engine_are_refused(engine, tmp_path):
-    run = resolve(
-        ["--recipe", "sharded", "--output_dir", str(tmp_path)],
-        here(2, accelerate_config=str(shipped("sharded.yaml")), environment={}),
-    )
+    place = here(2, accelerate_config=str(shipped("sharded.yaml")), environment={})
+    run = resolve(["--recipe", "sharded", "--output_dir", str(tmp_path)], place)
     ended = {"status": "finished", "global_step": 1, "model_files": {}}
     record.write(tmp_path, {**record.started(run, 2), **ended})
     assert look_ahead(run)
@@ -306,11 +301,6 @@ def test_an_output_dir_that_holds_checkpoints_of_plain_trainer_is_refused(asked,
     for path in numbered(stopped):
         (path / "manifest.json").unlink()
     assert f"with --resume_from_checkpoint {stopped / 'checkpoint-6'}" in refused(asked(stopped))
-
-
-def test_an_output_dir_below_a_file_is_refused(asked, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    assert "cannot be written: Not a directory" in refused(asked(tmp_path / "file" / "deeper"))
 
 
 def test_an_output_dir_that_another_run_is_writing_to_is_refused(asked, tmp_path):
@@ -439,9 +429,7 @@ def test_resume_from_checkpoint_does_not_overwrite_a_finished_run(begun, asked, 
     assert look_ahead(asked(folder, *SIX_STEPS, *named))
 
 
-def test_a_resume_skips_later_checkpoints_that_a_restart_from_an_earlier_one_left_behind(
-    finished, found, tiny_model, texts, tmp_path
-):
+def test_a_resume_skips_later_checkpoints_left_by_a_restart_before_them(finished, found, tiny_model, texts, tmp_path):
     """It went back to step 2 with another seed, and was killed before its first checkpoint."""
     (finished / "checkpoint-6" / "rng_state_1.pth").touch()
     given_up = shutil.copytree(at_step(finished, 6) / "checkpoint-6", tmp_path / "given-up")

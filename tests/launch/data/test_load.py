@@ -5,12 +5,23 @@ import pytest
 from launch.data.batches import Pad
 from launch.data.encode import IGNORED
 from launch.data.load import load_data
+from tests.support.models import load, loss_of
 from tests.support.rows import decoded, jsonl, run_with
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # --- The demonstration ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn 'a  .'\r\n", "naïve 漢字 😀\x00", " a , b . ", ""])
+def test_the_demonstration_tokenizer_decodes_to_exactly_the_same_text(text, tokenizer):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_demonstration_model_begins_at_the_loss_of_random_guessing():
+    """ln(260) is 5.56: a start far above it wastes the first steps."""
+    assert loss_of(load(run_with(max_length=256))).item() == pytest.approx(5.56, abs=0.6)
 
 
 def test_the_demonstration_holds_out_texts_for_evaluation(tokenizer, monkeypatch):

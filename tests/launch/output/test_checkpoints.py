@@ -6,8 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launch.host.world import World
 from launch.output import checkpoints, record
 from launch.output.checkpoints import inspect, listed, manifest_of, newest_valid, numbered, rotate
+from launch.output.other_world import AnyWorld
 
 STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 FILES = (
@@ -159,3 +161,22 @@ def test_rotation_never_deletes_a_checkpoint_of_another_run(is_own, left, tmp_pa
         checkpoints.commit(tmp_path / f"checkpoint-{step}", [])
     rotate(tmp_path / "checkpoint-6", 2, None)
     assert steps(tmp_path) == left
+
+
+# --- Of another number of processes ---------------------------------------------------------------
+
+
+def test_a_failed_conversion_to_another_number_of_processes_says_why_and_leaves_no_files(tmp_path):
+    """Of a checkpoint as three processes of ZeRO-2 leave it, empty but for its names."""
+    of_three, said = tmp_path / "checkpoint-8", []
+    folder = of_three / "global_step8"
+    folder.mkdir(parents=True)
+    (of_three / "latest").write_text("global_step8\n")
+    (folder / "mp_rank_00_model_states.pt").write_bytes(b"1" * 10)
+    for rank in range(3):
+        (folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"1" * 100)
+        (of_three / f"rng_state_{rank}.pth").touch()
+    with pytest.raises(RuntimeError, match=r"checkpoint-8 could not be converted.*: .*Error"):
+        AnyWorld(tmp_path, World(), 2, said.append).prepare(of_three)
+    assert "is converted from 3 to 2 data-parallel ranks" in said[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]

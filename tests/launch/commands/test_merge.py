@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 
 from launch.cli import main
 from launch.commands.use import INPUTS, _logits
+from tests.launch.commands.test_use import answered
 from tests.support.models import SMALL, write_llama
 from tests.support.rows import jsonl
 from tests.support.running import train_here
@@ -19,11 +20,9 @@ LORA = "--use_peft --max_steps 3 --learning_rate 1e-2 --save_steps 2".split()
 
 
 def merge(capsys, *words) -> tuple[int, str]:
-    """The exit code, and what was printed."""
-    capsys.readouterr()
-    code = main(["merge", *map(str, words)])
-    said = capsys.readouterr()
-    return code, " ".join((said.out + said.err).split())
+    """The exit code, and what was printed, in one line."""
+    code, said = answered(capsys, "merge", *words)
+    return code, " ".join(said.split())
 
 
 def answers(model):
@@ -147,7 +146,7 @@ def test_merge_refuses_folders_without_adapter_and_outputs_that_exist(adapter, t
     assert f"{tiny_model} holds no adapter" in merge(capsys, tiny_model)[1]
     assert "does not exist" in merge(capsys, tmp_path / "absent")[1]
     (tmp_path / "checkpoint-2").mkdir()  # of a whole model
-    assert "other runs need no merge" in " ".join(merge(capsys, tmp_path)[1].split())
+    assert "other runs need no merge" in merge(capsys, tmp_path)[1]
     output = texts / "merged"
     assert f"error output: {output} cannot be written: " in merge(capsys, adapter, "--output", output)[1]
 

@@ -52,9 +52,7 @@ def test_plan_recommends_the_fit_command_for_a_model_that_cannot_be_traced(said,
 def test_plan_prints_the_recommended_recipe_before_a_table_of_the_recipes(said):
     printed = said("llama", "--gpu H100 --num_processes 4")
     assert all(f"\n{name} " in printed for name in RECIPES if name != "baseline")
-    answer, command = (
-        printed.index(words) for words in ("take fast, ", "  recipes train --num_processes 4 --recipe fast")
-    )
+    answer, command = map(printed.index, ("take fast, ", "  recipes train --num_processes 4 --recipe fast"))
     assert answer < command < printed.index("\nrecipe ")  # the answer comes before the table
 
 

@@ -53,12 +53,10 @@ def test_accelerate_config_of_recipes_train_takes_a_shipped_name_or_a_path(becom
 
 @pytest.mark.slow
 def test_a_users_recipe_trains_in_two_processes(tiny_model, texts, tmp_path):
-    mine = tmp_path / "mine.yaml"
+    mine, output = tmp_path / "mine.yaml", tmp_path / "out"
     mine.write_text("base: fast\npurpose: A test.\nchanges:\n  max_steps: [2, few]\n")
     words = ["train", "--recipe", str(mine), "--num_processes", "2", *model_flags(tiny_model, texts)]
-    done = run(
-        [sys.executable, "-m", "launch", *words, "--output_dir", str(tmp_path / "out")], tmp_path / "out", cwd=ROOT
-    )
+    done = run([sys.executable, "-m", "launch", *words, "--output_dir", str(output)], output, cwd=ROOT)
     assert (done.code, done.record["status"], done.record["world_size"]) == (0, "finished", 2), done.output
     assert done.output.startswith("starting 2 processes, mine on DDP ..."), done.output
 

@@ -102,9 +102,8 @@ def test_an_evaluation_split_may_lack_a_class(tmp_path, tokenizer):
 def test_class_names_are_taken_from_a_class_label_feature(kind, tmp_path, tokenizer):
     named = ClassLabel(names=["x", "y", "z"])
     feature, labels = (named, [1, 0]) if kind is ClassLabel else (List(named), [[0, 1], [2, 0]])
-    rows = Dataset.from_dict(
-        {"text": ["a", "b"], "label": labels}, Features({"text": Value("string"), "label": feature})
-    )
+    features = Features({"text": Value("string"), "label": feature})
+    rows = Dataset.from_dict({"text": ["a", "b"], "label": labels}, features)
     rows.save_to_disk(tmp_path / "saved")
     data = load_data(run_with(dataset_name=str(tmp_path / "saved"), task="sequence_classification"), tokenizer)
     assert data.labels == ["x", "y", "z"]

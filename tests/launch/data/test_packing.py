@@ -26,9 +26,7 @@ SMALL = SIZES | dict(intermediate_size=64, num_key_value_heads=2, head_dim=16, m
 MODELS = {
     "llama": LlamaConfig(**SMALL),
     "mistral with a window": MistralConfig(**SMALL, sliding_window=5),
-    "gemma3 with both": Gemma3TextConfig(
-        **SMALL, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "gemma3, both": Gemma3TextConfig(**SMALL, sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
     "gpt2": GPT2Config(
         vocab_size=260, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2,
         resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
@@ -135,9 +133,8 @@ def test_changing_one_packed_example_changes_no_other_with_flex_attention(name):
     changed = batch["input_ids"].clone()
     changed[0, : len(ROWS[0])] += 100  # the longest example, at the beginning of the first row
     with torch.no_grad():
-        before, after = (
-            model(input_ids=ids, position_ids=batch["position_ids"]).logits for ids in (batch["input_ids"], changed)
-        )
+        both, positions = (batch["input_ids"], changed), batch["position_ids"]
+        before, after = (model(input_ids=ids, position_ids=positions).logits for ids in both)
     same = changed == batch["input_ids"]
     torch.testing.assert_close(before[same], after[same], rtol=0, atol=1e-6)
     assert not torch.allclose(before[~same], after[~same], atol=1e-3)

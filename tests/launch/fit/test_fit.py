@@ -82,9 +82,7 @@ def test_the_fit_command_finds_the_micro_batch_and_does_not_train(training, tmp_
     assert json.loads((tmp_path / "fit.json").read_text())["micro_batch"] == 1
 
 
-def test_fit_checks_output_dir_before_tokenizing_and_tokenizes_before_the_first_probe(
-    training, real_checkpoint, tmp_path, own_cache, monkeypatch
-):
+def test_fit_checks_output_dir_then_tokenizes_then_probes(training, real_checkpoint, tmp_path, own_cache, monkeypatch):
     with pytest.raises(UserError, match="holds a run with model_name_or_path"):
         fit.fit(resolve([*training, "--fit", "--output_dir", str(real_checkpoint.parent)]), training, World())
     assert not list(datasets.config.HF_DATASETS_CACHE.rglob("*.arrow"))
@@ -151,9 +149,8 @@ def test_fit_doubles_a_micro_batch_that_runs_or_halves_one_that_does_not(most, t
     argv = [f"leave('fits' if request['micro_batch'] <= {most} else 'out_of_memory', 'asked for 2 GiB')"]
     run = resolve(["--recipe", "standard", "--output_dir", str(tmp_path / "out"), "--memory_limit", "1"])
     if not most:
-        with pytest.raises(
-            UserError, match=r"a micro-batch of 1 fits in 953.7 MiB: asked for 2 GiB\. Fix: raise --memory_limit; or"
-        ):
+        said = r"a micro-batch of 1 fits in 953.7 MiB: asked for 2 GiB\. Fix: raise --memory_limit; or"
+        with pytest.raises(UserError, match=said):
             fit.fit(run, argv, World())
         assert not (tmp_path / "out" / "fit.json").exists()
         return
@@ -187,12 +184,8 @@ def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
 
 
 def test_a_fit_probe_is_legal_whatever_evaluation_and_scheduler_flags_it_drops(tmp_path):
-    for flags in (
-        "--eval_on_start",
-        "--lr_scheduler_type reduce_lr_on_plateau",
-        "--load_best_model_at_end",
-        '--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}',
-    ):
+    schedules = ["reduce_lr_on_plateau", 'cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}']
+    for flags in ("--eval_on_start", "--load_best_model_at_end", *(f"--lr_scheduler_type {one}" for one in schedules)):
         request = {"argv": f"--eval_strategy epoch {flags}".split(), "micro_batch": 1, "accumulation": 16}
         probed = fit._requested(request, World(), str(tmp_path))
         assert not [problem for problem in check(probed) if problem.severity == "error"]

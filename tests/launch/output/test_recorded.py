@@ -16,7 +16,7 @@ from recipes.run.batch import Batch
 from recipes.run.hardware import Hardware
 from recipes.run.spec import FIT
 from tests.support.running import train_here
-from tests.support.runs import A100, H100, machine
+from tests.support.runs import A100, H100, machine, resolved
 
 CPU = Hardware(cores=2)
 WRITTEN = {
@@ -81,9 +81,7 @@ def test_a_run_json_as_config_keeps_the_micro_batch_of_fit_for_the_same_process_
 
 
 def test_a_run_json_as_config_keeps_a_max_length_lowered_to_the_models_limit(tmp_path):
-    run = resolve(["--model_name_or_path", "gpt2"], here(hardware=CPU)).limited(
-        "max_length", 512, "the longest sequence"
-    )
+    run = resolved("--model_name_or_path gpt2").limited("max_length", 512, "the longest sequence")
     assert resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))["max_length"] == 512
 
 

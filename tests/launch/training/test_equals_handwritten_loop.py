@@ -19,11 +19,9 @@ JOINED = ("--packing", "--packing_strategy", "wrapped")
     [("baseline", 4, 4, False), ("standard", 4, 4, False), ("fast", 8, 2, False), ("fast", 8, 2, True)],
 )
 def test_a_recipe_has_the_losses_of_a_handwritten_loop(tiny_model, texts, tmp_path, recipe, micro, accumulation, bf16):
-    flags = f"--recipe {recipe} --max_steps {STEPS} --learning_rate {RATE} --logging_steps 1"
+    flags = f"--recipe {recipe} --max_steps {STEPS} --learning_rate {RATE} --logging_steps 1" + " --bf16" * bf16
     order = "--train_sampling_strategy sequential --dataloader_drop_last --num_train_epochs 10"
-    outcome = train_here(
-        tiny_model, texts, tmp_path, *flags.split(), *order.split(), *JOINED, *(["--bf16"] if bf16 else [])
-    )
+    outcome = train_here(tiny_model, texts, tmp_path, *flags.split(), *order.split(), *JOINED)
     record = outcome.record
     assert record["tokens_per_second"] == pytest.approx(record["samples_per_second"] * LENGTH)
     run = resolve([*model_flags(tiny_model, texts), *JOINED])

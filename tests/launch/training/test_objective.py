@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from launch.data.encode import IGNORED
 from launch.training.objective import MeanOverExamples, Metrics, countable, filler
 from recipes.run.metrics import METRICS, smaller_is_better
+from tests.support.models import SMALL
 
 LABELS = {
     "single_label_classification": torch.tensor([0, 2, 1, 2, 2, 0]),
@@ -26,9 +27,7 @@ def case(request):
     """The problem type, a model's loss by plain transformers, its logits, and the labels."""
     labels, problem_type = LABELS[request.param], request.param.partition(" ")[0]
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3
-    )
+    config = BertConfig(**SMALL, intermediate_size=64)
     config.num_labels = 1 if labels.dim() == 1 and problem_type == "regression" else 3
     config.problem_type = problem_type
     ids = torch.randint(20, (6, 5))

@@ -7,11 +7,13 @@ import torch
 from accelerate.utils import DDPCommunicationHookType
 from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
 
+from launch.data.load import load_data
 from launch.host.world import World
 from launch.terminal import console
 from launch.training.callbacks import Progress, StepTiming
+from launch.training.model import load_model, load_tokenizer
 from launch.training.objective import MeanOverExamples
-from launch.training.trainer import RecipeTrainer
+from launch.training.trainer import RecipeTrainer, build_trainer
 from recipes import standard
 from recipes.errors import UserError
 from recipes.factories import arguments_for
@@ -27,17 +29,11 @@ def trainer(tmp_path):
 
 
 def built(flags, model, tokenized_from) -> RecipeTrainer:
-    from launch.data.load import load_data
-    from launch.training.model import load_model, load_tokenizer
-    from launch.training.trainer import build_trainer
-
     run = resolve([*model_flags(model, tokenized_from), *flags], here(environment={}))
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer)
-    model = load_model(run, tokenizer, data)
-    return build_trainer(
-        run, World(), arguments_for(run, TrainingArguments), model, tokenizer, data, console(is_main=False)
-    )
+    args, model = arguments_for(run, TrainingArguments), load_model(run, tokenizer, data)
+    return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False))
 
 
 def test_gradient_as_bucket_view_and_ddp_comm_hook_reach_ddp(tiny_model, texts, tmp_path):

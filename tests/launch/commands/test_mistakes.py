@@ -72,7 +72,6 @@ MISTAKES = {
     f"submit azureml --data azureml:a:1 -- --dataset-name=b {MODEL}": "names the job's data set",
     f"submit azureml --compute c --dry_run --output {ROOT}/azureml/fast.yaml": "another name",
     "submit azureml --compute c --output_uri ./here": "azureml://datastores",
-    f"submit azureml --compute c -- --dataset_name ../here.jsonl {MODEL}": "copy the file into the current folder",
     "submit azureml --compute c -- --fresh": "--output_uri",
     **{
         f"submit azureml --compute c --data {place} -- {MODEL}": "is not a data asset or a uri of storage"

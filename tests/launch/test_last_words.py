@@ -2,7 +2,6 @@
 they are printed whole, and under our own launcher nothing else is.
 """
 
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from launch.host.world import require_launcher
 from launch.train import main
 from tests.launch.host.test_launcher import ACCELERATE, ONE, TWO
 from tests.support.rows import jsonl
-from tests.support.running import ROOT, SCRIPT, launch, run
+from tests.support.running import ROOT, SCRIPT, launch, python, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 OUR_LAUNCHER = [sys.executable, str(ROOT / "launch" / "host" / "launcher.py")]
@@ -112,7 +111,7 @@ def test_a_mistake_in_flags_or_data_columns_is_found_before_torch_is_imported(fl
         "import sys; from launch.train import main; code = main(sys.argv[1:]); "
         "print(code, [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code, *words)
     assert done.stdout.splitlines()[-1] == "2 []" and said in done.stderr
 
 

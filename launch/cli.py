@@ -6,6 +6,7 @@ the parsed options, and train.py's flags: arguments that follow `--` or are unkn
 """
 
 import argparse
+import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -87,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of another launcher: a single process would wait for a peer
+        os.environ.pop(name, None)
     border = argv.index("--") if "--" in argv else len(argv)
     own, passed_on = argv[:border], argv[border + 1 :]
     name = own[0] if own else ""

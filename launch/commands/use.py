@@ -130,7 +130,9 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
         chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
-        inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
+        ids = tokenizer(options.prompt)["input_ids"]
+        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # as in training; some tokenizers append EOS
+        inputs = tokenizer.pad({"input_ids": [ids]}, return_tensors="pt")
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision(run))
     with torch.autocast(model.device.type, precision) if precision else contextlib.nullcontext():
         shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -238,6 +238,8 @@ class _Template:
         found = []
         for number in compress(range(len(self.chat)), teaches):
             rendered = self.render(self.chat[: number + 1])
+            if not self.text.startswith(rendered):  # Phi-3's template ends a chat, not an answer, by EOS
+                rendered = rendered.rstrip().removesuffix(self.tokenizer.eos_token or "")
             if not self.text.startswith(rendered):
                 what = "the chat template rewrites earlier messages, so the assistant's words cannot be found"
                 fix = "use a chat template that marks these words with {% generation %} ... {% endgeneration %}"

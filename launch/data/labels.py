@@ -78,10 +78,11 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
         names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
         return Target(MULTI, names)
     by_label = _classes(name, kind, values)
-    names, known = list(by_label.values()), [one.lower() for one in classes]
-    numbers = {label: number for number, label in enumerate(by_label)}
-    if names and all(one.lower() in known for one in names):  # the model was trained on all these classes
-        names, numbers = list(classes), {label: known.index(one.lower()) for label, one in by_label.items()}
+    names, numbers = list(by_label.values()), {label: number for number, label in enumerate(by_label)}
+    same = str if {*names} <= {*classes} else str.lower  # upper and lower case differ only if they tell classes apart
+    known, wanted = [same(one) for one in classes], [same(one) for one in names]
+    if names and len({*wanted} & {*known}) == len(names):  # the model was trained on all these classes
+        names, numbers = list(classes), {label: known.index(same(one)) for label, one in by_label.items()}
     elif len(names) < 2:
         what = f"all rows have the same label: {''.join(names) or 'none'}"
         raise mistake("dataset_label_field", what, "use data with two classes or more; shuffle rows that are sorted")

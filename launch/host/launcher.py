@@ -53,8 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     args = launch.launch_command_parser().parse_args(argv)
     args.quiet = False  # `quiet` turns every exit code into 1
     args.signals_to_handle = "none"  # else torch elastic handles signals, and loses the ranks' exit codes
-    for name in ("RANK", "WORLD_SIZE"):  # left by another launcher: a single process would wait for a peer
-        os.environ.pop(name, None)
     try:
         launch.launch_command(args)
     except ChildFailedError as error:

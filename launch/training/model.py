@@ -327,8 +327,8 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
 # --- 4 bits and adapters --------------------------------------------------------------------------
 
 
-# peft trains a classifier's modules whole if their names end in one of these: `pre_classifier`.
-_HEADS = ("classifier", "score")
+# The names of classifiers' heads, or endings: `pre_classifier`. peft knows only the first two.
+_HEADS = ("classifier", "score", "classification_head", "logits_proj")
 
 
 def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
@@ -361,14 +361,14 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()
     for layer in map(model.get_submodule, new):
         if type(layer).__name__ == "Linear4bit":  # whose new weights transformers does not quantise
             layer.__class__ = torch.nn.Linear
-    whole = [*new, *(_HEADS if run["task"] == "sequence_classification" else ())]
+    whole = [*new, *(_HEADS if run["task"] == "sequence_classification" else ())]  # trained and saved whole
     others = [f".*{re.escape(name)}" for name in whole] + freeze_parts_without_text(model)
     lora = LoraConfig(
         r=run["lora_r"],
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
-        modules_to_save=list(new) or None,
+        modules_to_save=whole or None,
         exclude_modules="|".join(others) or None,
         use_dora=run["use_dora"],
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,

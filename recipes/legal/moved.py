@@ -38,6 +38,8 @@ RENAMED: dict[str, tuple[str, str]] = {
     "padding_free": ("is not needed: packed rows have little padding", "packing"),
     **dict.fromkeys("lora use_lora".split(), (_OTHER, "use_peft")),
     "use_qlora": (_OTHER, "load_in_4bit, with use_peft"),
+    "use_rslora": ("is LoRA with a larger lora_alpha", "lora_alpha with its value times sqrt(lora_r)"),
+    **dict.fromkeys("modules_to_save lora_modules_to_save".split(), ("is set to a classifier's head", "leave it out")),
     "lora_rank": ("has another name here, as in peft", "lora_r"),
     "dataset": ("has another name here, as in TRL", "dataset_name"),
     "model": (_OTHER, "model_name_or_path"),

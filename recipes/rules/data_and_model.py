@@ -434,10 +434,10 @@ _OF_TRAIN_PY = (
               "The head's adapter never changes: Liger multiplies by `lm_head.weight`, which peft freezes. Under DDP "
               "the unused adapter is an error in the second step."),
     advice_row("lora_on_tied_weights_cannot_be_merged", "lora_target_modules",
-               lambda run: run["use_peft"] and {"lm_head", "embed_tokens"} & {*_targets(run)}
+               lambda run: run["use_peft"] and {"lm_head", "embed_tokens", "wte", "embed_out"} & {*_targets(run)}
                and known_config(run).get("tie_word_embeddings"),
                "`recipes merge` will refuse these adapters: the head and the embeddings are one weight",
-               "leave lm_head and embed_tokens out, or never merge",
+               "leave head and embeddings out, or never merge",
                "Merging adds both adapters to the one weight, and the logits change: transformers #45127."),
     advice_row("the_routers_loss_counts_once_in_a_step", "model_name_or_path",
                lambda run: known_config(run).get("output_router_logits") and run.batch.total > run.batch.micro,

@@ -410,6 +410,9 @@ def refused_by_library(
         named += [key for key, value in items if str(value).lower() in lower]
         fix = f"{choice}, in {file}" if choice else f"correct {file}"
         return Problem(next(iter(named), Path(file).name), what, fix, file)
+    if lacks := re.search(r"_schedule\(\) missing .*: '(\w+)'", text):
+        fix = f"--lr_scheduler_kwargs '{{\"{lacks[1]}\": N}}'"
+        return Problem("lr_scheduler_type", what, fix, run.setting("lr_scheduler_type").source)
     subject = next(filter(run.explicit, [*written, *about.split()]), "")
     subject = subject or next((name for name in named if "_" in name), "")
     if subject:

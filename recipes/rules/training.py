@@ -251,6 +251,10 @@ ROWS = (
               lambda run: _replaces_the_optimizer(run) and run["optim"] not in _WORKS_WITH_OFFLOAD,
               "{optim} fails or is replaced by DeepSpeedCPUAdam under ZeRO's optimizer offload", "--optim adamw_torch",
               "Offload runs DeepSpeedCPUAdam, which silently replaces SGD and 8-bit Adam; other optimizers crash."),
+    advice_row("norms_and_biases_do_not_decay", "weight_decay",
+               lambda run: run["weight_decay"] and uses_deepspeed(run) and "optimizer" in (run.engine.json or {}),
+               "also applies to norms and biases, because the DeepSpeed JSON has its own optimizer",
+               "remove optimizer from the JSON", "DeepSpeed's optimizer gets all weights in one group."),
     advice_row("every_evaluation_is_saved", "save_steps",
                lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == run["save_strategy"] == "steps"
                and 0 < (run["eval_steps"] or run["logging_steps"]) < run["save_steps"],

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from peft import AutoPeftModelForCausalLM
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.cli import main
@@ -88,10 +89,14 @@ def test_recipes_generate_answers_with_an_adapter_as_plain_peft_does(adapter, ca
 
 def test_recipes_generate_continues_the_text_if_the_model_has_no_chat_template(tiny_model, texts, tmp_path, capsys):
     base = shutil.copytree(tiny_model, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
+    appends = AutoTokenizer.from_pretrained(base)  # EOS, which a text to continue must not get
+    eos = [(appends.eos_token, appends.eos_token_id)]
+    appends._tokenizer.post_processor = TemplateProcessing(single=f"$A {appends.eos_token}", special_tokens=eos)
+    appends.save_pretrained(base)
     assert train_here(base, texts, tmp_path / "out", *SHORT).code == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    inputs = tokenizer("Example 3 says", return_tensors="pt", return_token_type_ids=False)
+    inputs = tokenizer("Example 3 says", return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
     code, said = answered(capsys, "generate", tmp_path / "out", "Example 3 says", "--max_new_tokens", "8")
     assert code == 0 and first_tokens(model, inputs, tokenizer) in said
 

@@ -147,6 +147,12 @@ def test_assistant_only_loss_is_refused_if_the_template_rewrites_earlier_message
         assert problem(run, chatting(template)).subject == "assistant_only_loss"
 
 
+def test_a_template_may_end_a_chat_but_not_an_answer_by_eos(tmp_path):  # as Phi-3's
+    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
+    ends = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    assert learned(demo_tokenizer(), load_data(run, chatting(UNMARKED + ends)).train[0]) == f"{SPOKEN}\n<|endoftext|>"
+
+
 def test_a_chat_may_begin_with_the_assistant(tmp_path):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT[1:]}]), assistant_only_loss=True)
     assert learned(demo_tokenizer(), load_data(run, chatting(UNMARKED)).train[0]) == SPOKEN

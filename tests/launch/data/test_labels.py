@@ -122,6 +122,8 @@ KNOWN = {
     "more than the data": (["GOOD", "bad"], ["good", "fair", "bad"], ["good", "fair", "bad"], [0, 2]),
     "one of them alone": (["a", "a"], ["a", "b"], ["a", "b"], [0, 0]),
     "other classes": (["a", "b"], ["b", "c"], ["a", "b"], [0, 1]),
+    "in upper and in lower case": (["a", "A"], ["A", "a"], ["A", "a"], [1, 0]),
+    "known in one case": (["a", "A"], ["a", "b"], ["A", "a"], [1, 0]),
 }
 
 

@@ -126,13 +126,6 @@ def test_a_failed_rank_keeps_silent_only_if_another_rank_reports_the_error(monke
     assert not signals.is_spoken_for(met_by_all=True), "the first rank has not met the error"
 
 
-@pytest.mark.slow
-def test_a_single_process_forgets_the_rank_and_world_size_of_another_launcher(script):
-    code = "print(sorted({'RANK', 'WORLD_SIZE'} & {*os.environ}))"
-    done = started(sys.executable, str(LAUNCHER), *ONE, script(code), RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
-    assert done.stdout == "[]\n"
-
-
 # --- What a rank knows of its launcher ------------------------------------------------------------
 
 SHOW = "from launch.host.launcher import own_threads; os.write(1, f'own {own_threads()}\\n'.encode())"

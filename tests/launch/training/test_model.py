@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from launch.data.demo import demo_tokenizer
 from launch.training.model import load_tokenizer, require_batches_for_batch_norm, with_model
@@ -233,14 +240,28 @@ def distilbert(tmp_path_factory):
     return save(AutoModel.from_config(config), tmp_path_factory.mktemp("distilbert"))
 
 
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory):
+    """A classifier of other classes, whose head has another name than most."""
+    sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bart", **sizes, num_labels=5))
+    return save(model, tmp_path_factory.mktemp("bart"))
+
+
+NEW = {  # not in the checkpoint, or of another shape
+    "bert": {"classifier", "bert.pooler.dense"},
+    "distilbert": {"classifier", "pre_classifier"},
+    "bart": {"classification_head"},
+}
+
+
 @pytest.mark.parametrize("four_bits", [False, True])
-@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+@pytest.mark.parametrize("kind", NEW)
 def test_use_peft_fully_trains_every_new_layer_of_a_classification_head(kind, four_bits, request):
-    new = {"classifier", "pre_classifier" if kind == "distilbert" else "bert.pooler.dense"}  # not in the checkpoint
     settings = dict(task="sequence_classification", use_peft=True, load_in_4bit=four_bits)
     model = load(run_with(request.getfixturevalue(kind), **settings), CLASSES)
     whole = {name for name in trainable(model) if "lora" not in name}
-    assert {name.removeprefix("base_model.model.").partition(".modules_to_save")[0] for name in whole} == new
+    assert {name.removeprefix("base_model.model.").partition(".modules_to_save")[0] for name in whole} == NEW[kind]
 
 
 def test_use_peft_keeps_frozen_weights_in_bfloat16_and_trainable_weights_in_float32(bert):

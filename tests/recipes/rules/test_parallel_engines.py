@@ -66,6 +66,22 @@ def test_deepspeed_stage_0_in_bf16_has_other_losses_than_ddp_and_is_refused(tmp_
     assert_fires("sixteen_bits_are_trained_by_a_stage", {"bf16": True, **config}, world=2)
 
 
+def test_an_optimizer_of_the_deepspeed_json_decays_norms_too(tmp_path):
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    config = {**ZERO_2, "optimizer": {"type": "AdamW", "params": {**params, "torch_adam": True}}}
+
+    def differs(decay: float) -> float:
+        own = {"optim": "adamw_torch", "learning_rate": 0.1, "weight_decay": decay}
+        plain, by_json = (
+            ranks(tmp_path / str(number), 1, settings={**own, "deepspeed": one})[0]["loss"][-1]
+            for number, one in enumerate((ZERO_2, config))
+        )
+        return abs(plain - by_json)
+
+    assert differs(0) < 1e-5 and differs(1) > 1e-3
+    assert_fires("norms_and_biases_do_not_decay", {"deepspeed": config, "weight_decay": 1.0})
+
+
 def test_fsdp_variables_of_the_launcher_are_ignored_if_deepspeed_is_in_the_arguments(tmp_path):
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     reports = ranks(tmp_path, 2, settings={"deepspeed": ZERO_2}, variables=variables)

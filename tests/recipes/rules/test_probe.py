@@ -48,6 +48,7 @@ BY_ARGUMENTS = [
     (Run(f"{BASELINE} --fp16 --bf16"), "fp16", "At most one of fp16 and bf16"),
     (Run(f"{BASELINE} --report_to tensorbord"), "report_to", "tensorbord is not supported"),
     (Run(f"{BASELINE} --adam_beta1 1.0"), "adam_beta1", "Invalid beta parameter"),
+    (Run(f"{BASELINE} --lr_scheduler_type warmup_stable_decay"), "lr_scheduler_type", "missing 1 required positional"),
     (Run(f'{BASELINE} --lr_scheduler_type linear --lr_scheduler_kwargs {{"num_cycles":2}}'), "lr_scheduler_kwargs",
      "unexpected keyword argument 'num_cycles'"),
     (Run(f"{BASELINE} --torch_compile_mode fastest"), "torch_compile_mode", "Unrecognized mode=fastest"),

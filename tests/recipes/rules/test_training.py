@@ -46,6 +46,9 @@ CASES = {
     "sharded_checkpoints_hold_the_optimizer": (
         Run("--save_only_model", yaml=runs.fsdp("fsdp_state_dict_type: SHARDED_STATE_DICT"), hardware=runs.TWO_GPUS),
         Run("--save_only_model", yaml=runs.fsdp("fsdp_state_dict_type: FULL_STATE_DICT"), hardware=runs.TWO_GPUS)),
+    "norms_and_biases_do_not_decay": (
+        Run(f"{DS} --weight_decay 0.1", files=ds_json(optimizer={"type": "AdamW"})),
+        Run(f"{DS} --weight_decay 0.1", files=ds_json())),
     "zero3_saves_whole_weights": (
         Run(yaml=runs.deepspeed("zero_stage: 3")),
         Run(yaml=runs.deepspeed("zero_stage: 3", "zero3_save_16bit_model: true"))),

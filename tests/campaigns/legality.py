@@ -493,6 +493,7 @@ SHOWN = (
     "sixteen_bits_are_trained_by_a_stage static_graph_needs_accumulation_one weight_decay_is_in_range"
 ).split()
 UNPROVEN = dict.fromkeys(SHOWN, "shown by a test") | {
+    PARSING: "a value of another type is taken as it is",
     "only_the_demonstration_has_no_data": "the demonstration's data are trained on",
     "only_the_demonstration_has_no_model": "the demonstration's model is trained",
     "adapters_need_trained_weights": "nothing but the adapters learns, on top of random weights",

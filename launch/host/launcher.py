@@ -14,9 +14,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 # Run as a script: import the packages beside launch/, not the files of this folder.
@@ -73,15 +73,25 @@ _received: set[int] = set()
 def listen() -> None:
     """From now on, forward stop signals to the ranks. A second Ctrl-C kills the ranks.
 
-    accelerate itself forwards no signal to a single process, and dies of SIGUSR1.
+    accelerate itself forwards no signal to a single process, and dies of SIGUSR1. A thread reads
+    the signals, because torch may block the main thread until an absent node joins.
     """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    threading.Thread(target=_pass_on_all, args=(reading,), daemon=True).start()
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some
-            signal.signal(number, _pass_on)
+            signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked the signals
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
+def _pass_on_all(pipe: int) -> None:
+    while True:
+        _pass_on(os.read(pipe, 1)[0])
+
+
+def _pass_on(number: int) -> None:
     kills = number == signal.SIGINT and number in _received
     _received.add(number)
     ranks = psutil.Process().children()

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from launch.host import signals
 from launch.host.launcher import LAUNCHER, _first_to_fail
+from launch.host.processes import free_port
 from tests.support.running import ROOT
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -116,6 +118,21 @@ def test_a_signal_before_the_ranks_start_ends_the_launcher_at_once(number, code,
     words += f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}]); os.kill(os.getpid(), {int(number)}); "
     done = started(sys.executable, "-c", f"{words} listen(); time.sleep(600)")
     assert (done.returncode, done.stdout) == (code, line)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_launcher_that_waits_for_an_absent_node(script):
+    """torch waits in C++, where no handler of Python's runs."""
+    port = free_port()
+    words = [*TWO[:2], "--num_machines", "2", "--machine_rank", "0", "--num_processes", "2"]
+    words += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), script("")]
+    process = subprocess.Popen([sys.executable, str(LAUNCHER), *words])
+    try:
+        wait_for("the rendezvous", lambda: any(one.laddr.port == port for one in psutil.net_connections()))
+        process.terminate()
+        assert process.wait(PATIENCE) == 75
+    finally:
+        process.kill()
 
 
 def test_a_failed_rank_keeps_silent_only_if_another_rank_reports_the_error(monkeypatch):

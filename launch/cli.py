@@ -88,8 +88,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of another launcher: a single process would wait for a peer
-        os.environ.pop(name, None)
     border = argv.index("--") if "--" in argv else len(argv)
     own, passed_on = argv[:border], argv[border + 1 :]
     name = own[0] if own else ""
@@ -102,6 +100,7 @@ def _main(argv: list[str]) -> int:
             raise _no_command(name)
         if name in ("train", "fit", "submit", "rerun"):
             print_without_reader()  # a training continues when nobody reads its output
+        _forget_launcher(name)
         parser = _parser(name, command)
         options, rest = parser.parse_known_args(own)
         _require_known(rest, options.parser, command)
@@ -116,6 +115,19 @@ def _main(argv: list[str]) -> int:
             raise
         print_problems(error.problems, console(stderr=True))
         return 2
+
+
+def _forget_launcher(name: str) -> None:
+    """Forget the world of another launcher, whose peers a single process would wait for. Raise
+    `UserError` if several processes of that launcher would each start a run of their own.
+    """
+    count = os.environ.get("WORLD_SIZE", "")
+    if name in ("train", "fit", "rerun") and count not in ("", "1"):
+        what = f"is {count}: another launcher announced several processes, and `recipes {name}` starts its own"
+        fix = "unset RANK LOCAL_RANK WORLD_SIZE; on several nodes, start `accelerate launch` on each node"
+        raise mistake("WORLD_SIZE", what, fix, "environment")
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(variable, None)
 
 
 def _require_known(rest: list[str], parser: Parser, command: Command) -> None:

@@ -204,7 +204,7 @@ class _Template:
             without = [*self.chat[:number], {**message, "content": rest}, *self.chat[number + 1 :]]
             if rest != content and self.text == self.render(without):
                 part = "the reasoning of an answer" if rest else f"a message of the {role}"
-                fix = "save the model with a chat_template.jinja that writes the whole chat, or chats without this part"
+                fix = "save the model with a chat_template.jinja that writes the whole chat, or use other chats"
                 raise mistake("dataset_name", f"the tokenizer's chat template leaves out {part}", fix)
 
     def render(self, chat: Messages, **options) -> str:
@@ -238,8 +238,9 @@ class _Template:
         found = []
         for number in compress(range(len(self.chat)), teaches):
             rendered = self.render(self.chat[: number + 1])
-            if not self.text.startswith(rendered):  # Phi-3's template ends a chat, not an answer, by EOS
-                rendered = rendered.rstrip().removesuffix(self.tokenizer.eos_token or "")
+            shorter = rendered.rstrip().removesuffix(self.tokenizer.eos_token or "")
+            if not self.text.startswith(rendered) and shorter[-1:].isspace():
+                rendered = shorter  # Phi-3's template ends a chat by EOS, after the line break of the answer
             if not self.text.startswith(rendered):
                 what = "the chat template rewrites earlier messages, so the assistant's words cannot be found"
                 fix = "use a chat template that marks these words with {% generation %} ... {% endgeneration %}"

@@ -79,10 +79,11 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
         return Target(MULTI, names)
     by_label = _classes(name, kind, values)
     names, numbers = list(by_label.values()), {label: number for number, label in enumerate(by_label)}
-    same = str if {*names} <= {*classes} else str.lower  # upper and lower case differ only if they tell classes apart
-    known, wanted = [same(one) for one in classes], [same(one) for one in names]
-    if names and len({*wanted} & {*known}) == len(names):  # the model was trained on all these classes
-        names, numbers = list(classes), {label: known.index(same(one)) for label, one in by_label.items()}
+    every = [*classes, *(one.lower() for one in classes)]  # the case counts only where it tells classes apart
+    places = {label: one if one in every else one.lower() for label, one in by_label.items()}
+    known = {label: every.index(one) % len(classes) for label, one in places.items() if one in every}
+    if names and len({*known.values()}) == len(names):  # the model was trained on all these classes
+        names, numbers = list(classes), known
     elif len(names) < 2:
         what = f"all rows have the same label: {''.join(names) or 'none'}"
         raise mistake("dataset_label_field", what, "use data with two classes or more; shuffle rows that are sorted")

@@ -339,7 +339,7 @@ def shared_memory(request: Request) -> Check | None:
 
 def cores(request: Request) -> Check:
     count, has = request.processes_per_node, request.hardware.cores
-    status, fix = ("warning", "raise --cpus-per-task or --cpus, or use fewer ranks") if has < count else ("ok", "")
+    status, fix = ("warning", "use --cpus-per-task, docker --cpus, or fewer ranks") if has < count else ("ok", "")
     return Check(status, "CPU cores", f"{has} for {plural(count, 'process')}", fix)
 
 

@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 # --- Signals --------------------------------------------------------------------------------------
 
 _received: set[int] = set()
+_is_passed_on = threading.Semaphore(0)
 
 
 def listen() -> None:
@@ -82,13 +83,14 @@ def listen() -> None:
     threading.Thread(target=_pass_on_all, args=(reading,), daemon=True).start()
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, lambda *_: _is_passed_on.acquire())  # the main thread starts no rank meanwhile
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked the signals
 
 
 def _pass_on_all(pipe: int) -> None:
     while True:
         _pass_on(os.read(pipe, 1)[0])
+        _is_passed_on.release()
 
 
 def _pass_on(number: int) -> None:

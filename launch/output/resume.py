@@ -282,7 +282,7 @@ def _skip(checkpoint: Checkpoint) -> str:
         remove([checkpoint.path])
         return f"{checkpoint.path.name} is incomplete ({', '.join(checkpoint.faults)}): skipped and deleted"
     kept = archive_damaged(checkpoint.path)
-    return f"{checkpoint.path.name} cannot be resumed ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
+    return f"{checkpoint.path.name} cannot be used ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
 # --- The same training, or another ----------------------------------------------------------------

@@ -268,7 +268,7 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model, and modules (no heads) whose weights the files lack. Raises `UserError`."""
+    """Return the model, and the modules with new weights, but for _HEADS. Raises `UserError`."""
     options = {"dtype": getattr(torch, run["dtype"]), "ignore_mismatched_sizes": True} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
@@ -295,6 +295,7 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedMode
     if lost := [weight for weight in lacking if not {*_HEADS} & {*weight.split(".")}]:
         note = f"{name} lacks {plural(len(lost), 'weight')}, such as {lost[0]}: they begin with random values"
         print_note(note, console(os.environ.get("RANK", "0") == "0"))
+    lost += [weight for weight, *_ in mismatched if not {*_HEADS} & {*weight.split(".")}]
     return model, [weight.removesuffix(".weight") for weight in lost if weight.endswith(".weight")]
 
 
@@ -327,8 +328,9 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
 # --- 4 bits and adapters --------------------------------------------------------------------------
 
 
-# The names of classifiers' heads, or endings: `pre_classifier`. peft knows only the first two.
-_HEADS = ("classifier", "score", "classification_head", "logits_proj")
+# peft trains a classifier's modules whole if their names end in one of these: `pre_classifier`.
+_HEADS = ("classifier", "score")
+_OTHER_HEADS = ("classification_head", "logits_proj", "sequence_summary")  # BART, T5; XLNet, XLM
 
 
 def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
@@ -339,7 +341,7 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
         bnb_4bit_compute_dtype=compute,
         # Otherwise transformers 5.23 quantises a head that has a bias.
-        llm_int8_skip_modules=list(_HEADS) if run["task"] == "sequence_classification" else None,
+        llm_int8_skip_modules=[*_HEADS, *_OTHER_HEADS] if run["task"] == "sequence_classification" else None,
         # FSDP shards only floats of one type: weights stored as bytes would stay whole on each GPU.
         bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )
@@ -361,14 +363,14 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()
     for layer in map(model.get_submodule, new):
         if type(layer).__name__ == "Linear4bit":  # whose new weights transformers does not quantise
             layer.__class__ = torch.nn.Linear
-    whole = [*new, *(_HEADS if run["task"] == "sequence_classification" else ())]  # trained and saved whole
+    whole = [*new, *(_HEADS if run["task"] == "sequence_classification" else ())]
     others = [f".*{re.escape(name)}" for name in whole] + freeze_parts_without_text(model)
     lora = LoraConfig(
         r=run["lora_r"],
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
-        modules_to_save=whole or None,
+        modules_to_save=list(new) or None,
         exclude_modules="|".join(others) or None,
         use_dora=run["use_dora"],
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,

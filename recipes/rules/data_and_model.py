@@ -266,7 +266,7 @@ def sequences_fit_the_model(run):
         f"--max_length {positions} or less",
     )
     if is_rotary(known_config(run)):
-        yield advice("max_length", what, f"{fix}, or extend the positions by rope_parameters in config.json")
+        yield advice("max_length", what, f"{fix}; or set rope_parameters in the config.json of a local copy")
     else:
         yield Problem("max_length", what, fix)
 

@@ -306,7 +306,7 @@ def tensor_parallelism_fits_the_run(run):
     dispatches = is_true(accelerator_config(run).get("dispatch_batches"))
     for name, is_wrong, what, fix in (
         ("use_peft", run["use_peft"], "does not train", "leave tensor_parallel out for LoRA"),
-        ("eval_strategy", evaluates, "eval_accuracy counts some examples twice and others never",
+        ("eval_strategy", evaluates, "its metrics count some examples twice and others never",
          "leave tensor_parallel out, or --eval_strategy no"),
         ("accelerator_config", dispatches, f"dispatch_batches makes the global batch {size} times as large",
          "leave dispatch_batches out"),
@@ -381,9 +381,10 @@ def fsdp2_shards_layer_by_layer(run):
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()
     if fsdp_version(run) != 2 or policy not in ("NO_WRAP", "SIZE_BASED_WRAP"):
         return
-    if policy == "NO_WRAP" and is_true(section.get("activation_checkpointing")):
+    wraps_nothing = policy == "NO_WRAP" or str(section.get("min_num_params")) == "0"
+    if wraps_nothing and is_true(section.get("activation_checkpointing")):
         yield _of_key(run, "auto_wrap_policy", f"{policy} leaves no layers for activation_checkpointing", fix)
-    elif policy == "NO_WRAP" or str(section.get("min_num_params")) == "0":
+    elif wraps_nothing:
         yield _of_key(run, "auto_wrap_policy", f"{policy} gathers the whole model at once", fix, "advice")
     elif not run.demonstration:
         yield _of_key(run, "auto_wrap_policy", f"{policy} fails in FSDP2: it wraps lists of layers", fix)

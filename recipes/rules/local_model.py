@@ -50,7 +50,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def is_rotary(config: Mapping[str, Any]) -> bool:
     """True if the model computes its rotary embeddings for any position, without a table."""
-    return any(name.startswith("rope_") for name in text_config(config))
+    text = text_config(config)
+    absolute = text.get("position_embedding_type") == "absolute"  # ESM's has a rope_theta all the same
+    return not absolute and any(name.startswith("rope_") for name in text)
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:

@@ -616,7 +616,7 @@ def is_named(file: Path, output: str) -> bool:
     checkpoint = re.search(r"checkpoint-\d+", str(file))
     is_manifest = file.is_dir() or file.name.endswith("manifest.json") or not file.parts
     pattern = (
-        f"{checkpoint[0]}(cannotberesumed|,isnotloaded|hasnomanifest)"
+        f"{checkpoint[0]}(cannotbeused|,isnotloaded|hasnomanifest)"
         if checkpoint and is_manifest
         else re.escape(file.name)
     )

@@ -157,7 +157,7 @@ def test_a_kill_that_the_campaign_drew_for_rank_1_does_not_kill_rank_0(tmp_path)
     assert not (tmp_path / HIT).exists()
 
 
-RESUMED = "note  checkpoint-5 cannot be resumed (model.safetensors is cut off)\nresuming from out/checkpoint-4, step 4"
+RESUMED = "note  checkpoint-5 cannot be used (model.safetensors is cut off)\nresuming from out/checkpoint-4, step 4"
 SILENT = "resuming from out/checkpoint-4, step 4\ndata       texts.jsonl, 64 examples"
 ERROR = "\nerror  dataset_name: texts.jsonl is not valid. Fix: write it again"
 CRASH = "Traceback (most recent call last):\nValueError: no"

@@ -29,9 +29,10 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
     assert capsys.readouterr().out.startswith(f"usage: recipes {name}")
 
 
-def test_a_command_forgets_the_rank_and_world_size_that_another_launcher_left(monkeypatch):
+def test_a_command_forgets_the_rank_and_world_size_that_another_launcher_left(monkeypatch, capsys):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
+    assert main(["train"]) == 2 and "Fix: unset RANK LOCAL_RANK WORLD_SIZE" in capsys.readouterr().err
     assert main(["list"]) == 0 and not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & {*os.environ}
 
 

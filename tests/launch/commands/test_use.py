@@ -93,12 +93,14 @@ def test_recipes_generate_continues_the_text_if_the_model_has_no_chat_template(t
     eos = [(appends.eos_token, appends.eos_token_id)]
     appends._tokenizer.post_processor = TemplateProcessing(single=f"$A {appends.eos_token}", special_tokens=eos)
     appends.save_pretrained(base)
-    assert train_here(base, texts, tmp_path / "out", *SHORT).code == 0
+    assert train_here(base, texts, tmp_path / "out", *"--max_steps 1 --learning_rate 1e-5".split()).code == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     inputs = tokenizer("Example 3 says", return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
     code, said = answered(capsys, "generate", tmp_path / "out", "Example 3 says", "--max_new_tokens", "8")
     assert code == 0 and first_tokens(model, inputs, tokenizer) in said
+    whole = tokenizer("Example 3 says", return_tensors="pt", return_token_type_ids=False)  # with EOS
+    assert first_tokens(model, whole, tokenizer) != first_tokens(model, inputs, tokenizer)
 
 
 def test_recipes_generate_refuses_a_classifier_which_recipes_evaluate_accepts(tiny_model, tmp_path, capsys):

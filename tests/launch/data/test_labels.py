@@ -123,6 +123,7 @@ KNOWN = {
     "one of them alone": (["a", "a"], ["a", "b"], ["a", "b"], [0, 0]),
     "other classes": (["a", "b"], ["b", "c"], ["a", "b"], [0, 1]),
     "in upper and in lower case": (["a", "A"], ["A", "a"], ["A", "a"], [1, 0]),
+    "one in another case": (["US", "X"], ["us", "US", "x"], ["us", "US", "x"], [1, 2]),
     "known in one case": (["a", "A"], ["a", "b"], ["A", "a"], [1, 0]),
 }
 

@@ -109,8 +109,8 @@ def test_a_resume_skips_damaged_checkpoints_and_repeats_the_losses(whole_run, an
     flip(stopped / "checkpoint-4" / "model.safetensors")
     resumed = train_here(tiny_model, texts, stopped, *SIX_STEPS)
     said = " ".join(resumed.output.split())
-    assert "checkpoint-6 cannot be resumed (it belongs to another run): skipped, kept as damaged-checkpoint-6" in said
-    assert "checkpoint-4 cannot be resumed (model.safetensors has changed" in said and "checkpoint-2, step 2" in said
+    assert "checkpoint-6 cannot be used (it belongs to another run): skipped, kept as damaged-checkpoint-6" in said
+    assert "checkpoint-4 cannot be used (model.safetensors has changed" in said and "checkpoint-2, step 2" in said
     assert losses(resumed) == losses(whole_run[0])
     assert resumed.record["train_loss"] == pytest.approx(whole_run[0].record["train_loss"])  # of all steps
     writers = [manifest_of(path)["run"] for path in numbered(stopped)]

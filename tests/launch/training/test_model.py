@@ -240,18 +240,23 @@ def distilbert(tmp_path_factory):
     return save(AutoModel.from_config(config), tmp_path_factory.mktemp("distilbert"))
 
 
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    """A classifier of other classes, whose head has another name than most."""
-    sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bart", **sizes, num_labels=5))
-    return save(model, tmp_path_factory.mktemp("bart"))
+OTHER_HEADS = {  # classifiers whose heads have other names than most
+    "bart": dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2),
+    "xlm": dict(emb_dim=32, n_layers=1, n_heads=2, vocab_size=260),
+}
+
+
+@pytest.fixture
+def of_other_classes(kind, tmp_path):
+    config = AutoConfig.for_model(kind, **OTHER_HEADS[kind], num_labels=5)
+    return save(AutoModelForSequenceClassification.from_config(config), tmp_path)
 
 
 NEW = {  # not in the checkpoint, or of another shape
     "bert": {"classifier", "bert.pooler.dense"},
     "distilbert": {"classifier", "pre_classifier"},
-    "bart": {"classification_head"},
+    "bart": {"classification_head.out_proj"},
+    "xlm": {"sequence_summary.summary"},
 }
 
 
@@ -259,7 +264,8 @@ NEW = {  # not in the checkpoint, or of another shape
 @pytest.mark.parametrize("kind", NEW)
 def test_use_peft_fully_trains_every_new_layer_of_a_classification_head(kind, four_bits, request):
     settings = dict(task="sequence_classification", use_peft=True, load_in_4bit=four_bits)
-    model = load(run_with(request.getfixturevalue(kind), **settings), CLASSES)
+    name = request.getfixturevalue("of_other_classes" if kind in OTHER_HEADS else kind)
+    model = load(run_with(name, **settings), CLASSES)
     whole = {name for name in trainable(model) if "lora" not in name}
     assert {name.removeprefix("base_model.model.").partition(".modules_to_save")[0] for name in whole} == NEW[kind]
 

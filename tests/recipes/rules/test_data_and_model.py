@@ -164,10 +164,12 @@ def test_bert_without_tokenizer_files_encodes_every_word_as_unk(tmp_path):
     assert_fires("the_folder_holds_a_model", {"model_name_or_path": str(tmp_path)})
 
 
-def test_a_rotary_model_may_train_on_longer_sequences_than_in_its_pretraining(tmp_path, monkeypatch):
-    run = Run(f"{MODEL} --max_length 129", files=model(rope_theta=1e4)).resolve(tmp_path, monkeypatch)
+@pytest.mark.parametrize(("kind", "severity"), [("rotary", "advice"), ("absolute", "error")])
+def test_only_a_rotary_model_may_train_on_longer_sequences_than_before(kind, severity, tmp_path, monkeypatch):
+    files = model(rope_theta=1e4, position_embedding_type=kind)  # ESM has both keys
+    run = Run(f"{MODEL} --max_length 129", files=files).resolve(tmp_path, monkeypatch)
     found = [problem for problem in check(run) if problem.subject == "max_length"]
-    assert [(problem.severity, "rope_parameters" in problem.fix) for problem in found] == [("advice", True)]
+    assert [(one.severity, "rope_parameters" in one.fix) for one in found] == [(severity, kind == "rotary")]
 
 
 def test_an_encoder_sees_the_tokens_that_a_language_model_has_to_predict(tmp_path):

@@ -85,7 +85,7 @@ def warmup(**params) -> dict:
 
 # DeepSpeed's own value of what the JSON leaves out, beside that of the arguments.
 BY_DEFAULT = [
-    (Run(f"{DS} --max_grad_norm 0.5", files=ds_json()), "gradient_clipping", "contradicts the arguments: ds gradient"),
+    (Run(f"{DS} --max_grad_norm 0.5", files=ds_json()), "gradient_clipping", "is left out, and its default"),
     (Run(f"{DS} --bf16", files=ds_json(bf16={})), "bf16.enabled", ": ds bf16.enabled=False vs hf bf16"),
     (Run(f"{DS} --learning_rate 3e-3", files=adam()), "optimizer.params.lr", "lr=0.001 vs hf learning_rate=0.003"),
     (Run(DS, files=adam(params={"lr": "auto", "torch_adam": True})),  # torch's own has another default

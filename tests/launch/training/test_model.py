@@ -185,6 +185,8 @@ def test_a_classifier_of_other_classes_gets_a_new_head_and_keeps_its_other_weigh
     assert "has 5 outputs, and these data need 3: its head is replaced by a new one" in capsys.readouterr().out
     assert model.score.weight.shape == (3, 32) and torch.equal(model.model.norm.weight, old.model.norm.weight)
     assert torch.equal(model.model.embed_tokens.weight, old.model.embed_tokens.weight)
+    change(folder, intermediate_size=96)  # beside the new head, weights of another shape
+    assert "of shape (32, 64)" in problem(run_with(str(folder), task="sequence_classification"), CLASSES).what
 
 
 # --- BatchNorm ------------------------------------------------------------------------------------

@@ -131,6 +131,11 @@ def test_fp8_in_an_accelerate_yaml_with_deepspeed_is_refused_with_bf16_as_the_fi
     assert problem.source.endswith("accelerate.yaml") and "bf16" in problem.fix
 
 
+def test_the_fix_of_a_contradiction_names_both_settings(tmp_path, monkeypatch):
+    (problem,) = probe(Run(f"{BASELINE} --bf16 --fp16").resolve(tmp_path, monkeypatch))
+    assert problem.fix == "change fp16 or bf16"
+
+
 def test_the_library_probe_names_the_setting_that_a_library_refuses_and_its_source():
     run = resolved("--warmup_steps -1")
     (problem,) = probe(run)

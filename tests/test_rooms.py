@@ -49,7 +49,7 @@ BUDGETS = {
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,
-    "launch/host": 1141,
+    "launch/host": 1142,
     "launch/jobs": 1378,
     "launch/output": 1455,
     "launch/scaling": 886,

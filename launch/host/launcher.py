@@ -89,7 +89,8 @@ def listen() -> None:
 
 def _pass_on_all(pipe: int) -> None:
     while True:
-        _pass_on(os.read(pipe, 1)[0])
+        with contextlib.suppress(psutil.Error):  # a process that ends meanwhile must not end this thread
+            _pass_on(os.read(pipe, 1)[0])
         _is_passed_on.release()
 
 

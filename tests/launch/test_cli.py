@@ -43,7 +43,7 @@ def test_train_py_help_lists_every_setting(capsys):
     assert "rank of the LoRA matrices [16]\n" in printed
 
 
-@pytest.mark.parametrize("words", ["--gpu_memory nan", "--gpu_memory -5", "--bandwidth inf", "--mfu 40", "--mfu x"])
+@pytest.mark.parametrize("words", ["--gpu_memory nan", "--gpu_memory -5", "--bandwidth inf", "--mfu 1.1", "--mfu x"])
 def test_plan_refuses_a_flag_value_that_is_not_a_number_above_0(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--model", "7B", *words.split()])

@@ -8,11 +8,19 @@ from transformers import LlamaConfig
 
 from launch.cli import main
 from recipes import plan_memory
+from recipes.errors import UserError
 from recipes.planner.fits import Estimator
 from recipes.planner.memory import EVALUATION, NOTHING, TRAINING
 from recipes.run.files import shipped
 from tests.recipes.planner.small import LARGE, SMALL, SMALL_CARD, as_printed, planned, run_of
 from tests.support.runs import A100, machine
+
+
+@pytest.mark.parametrize("card", [{}, {"gpu": "L4", "gpu_memory": 24.0}], ids=["neither", "both"])
+def test_a_plan_needs_either_a_gpu_or_the_memory_of_one(card):
+    with pytest.raises(UserError, match="give either gpu"):
+        plan_memory("7B", **card)
+
 
 # --- What is recommended --------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ def test_dataloader_drop_last_drops_no_held_out_example_and_not_the_whole_traini
 
 def test_an_evaluation_keeps_the_logits_and_no_other_output_of_the_model(trainer):
     trainer.label_names = ["labels"]
-    trainer.model.forward = lambda x, labels: {"loss": x.sum(), "logits": x, "encoder_last_hidden_state": x}
+    trainer.model.forward = lambda x, labels: {"loss": x.sum(), "logits": x, "encoder_last_hidden_state": 0 * x}
     _, logits, _ = trainer.prediction_step(trainer.model, {"x": torch.ones(2, 2), "labels": torch.ones(2)}, False)
     assert torch.equal(logits, torch.ones(2, 2))
 

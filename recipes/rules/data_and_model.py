@@ -261,10 +261,8 @@ def sequences_fit_the_model(run):
     positions = max_positions(known_config(run)) or math.inf
     if not run.explicit("max_length") or run["max_length"] <= positions:
         return  # train.py lowers a length that the user did not set
-    what, fix = (
-        f"{run['max_length']} tokens exceed the model's {positions} positions",
-        f"--max_length {positions} or less",
-    )
+    what = f"{run['max_length']} tokens exceed the model's {positions} positions"
+    fix = f"--max_length {positions} or less"
     if is_rotary(known_config(run)):
         yield advice("max_length", what, f"{fix}; or set rope_parameters in the config.json of a local copy")
     else:

@@ -615,11 +615,8 @@ def is_named(file: Path, output: str) -> bool:
     said = "".join(output.split())  # a name may be broken over two lines
     checkpoint = re.search(r"checkpoint-\d+", str(file))
     is_manifest = file.is_dir() or file.name.endswith("manifest.json") or not file.parts
-    pattern = (
-        f"{checkpoint[0]}(cannotbeused|,isnotloaded|hasnomanifest)"
-        if checkpoint and is_manifest
-        else re.escape(file.name)
-    )
+    unusable = "(cannotbeused|,isnotloaded|hasnomanifest)"
+    pattern = f"{checkpoint[0]}{unusable}" if checkpoint and is_manifest else re.escape(file.name)
     return bool(re.search(pattern, said))
 
 

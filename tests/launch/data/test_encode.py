@@ -253,9 +253,8 @@ def test_rows_without_an_answer_or_text_are_left_out_and_counted(name, chosen, t
     """However many such rows are tokenized together."""
     without, row = NO_ANSWER[name]
     data = load_data(run_with(dataset_name=jsonl(tmp_path, [*without * 150, row]), **chosen), tokenizer)
-    assert (
-        len(data.train) == 1 and "300 rows left out (first: row 1): the text or answer is missing" in data.description
-    )
+    assert len(data.train) == 1
+    assert "300 rows left out (first: row 1): the text or answer is missing" in data.description
 
 
 # --- Texts, prompts and completions ---------------------------------------------------------------

@@ -18,9 +18,8 @@ def test_the_banner_marks_which_text_of_the_first_example_counts_for_the_loss(ho
     done = train_here(tiny_model, chats, tmp_path / "out", "--assistant_only_loss", "--max_steps", "1", *how)
     (line,) = (line for line in done.output.splitlines() if line.startswith("example"))
     assert "Where is it?" in line.partition("«")[0] and "Under Orders." in line.partition("«")[2].partition("»")[0]
-    assert ("is 16, so an epoch of 24 sequences has only 2 steps" in done.output) == (
-        how == ("--packing",)
-    )  # few steps
+    has_few_steps = "is 16, so an epoch of 24 sequences has only 2 steps" in done.output
+    assert has_few_steps == (how == ("--packing",))
 
 
 def test_prepare_show_prints_packed_examples_one_by_one(tiny_model, chats, tmp_path, capsys):

@@ -48,7 +48,6 @@ BY_ARGUMENTS = [
     (Run(f"{BASELINE} --fp16 --bf16"), "fp16", "At most one of fp16 and bf16"),
     (Run(f"{BASELINE} --report_to tensorbord"), "report_to", "tensorbord is not supported"),
     (Run(f"{BASELINE} --adam_beta1 1.0"), "adam_beta1", "Invalid beta parameter"),
-    (Run(f"{BASELINE} --lr_scheduler_type warmup_stable_decay"), "lr_scheduler_type", "missing 1 required positional"),
     (Run(f'{BASELINE} --lr_scheduler_type linear --lr_scheduler_kwargs {{"num_cycles":2}}'), "lr_scheduler_kwargs",
      "unexpected keyword argument 'num_cycles'"),
     (Run(f"{BASELINE} --torch_compile_mode fastest"), "torch_compile_mode", "Unrecognized mode=fastest"),
@@ -131,9 +130,18 @@ def test_fp8_in_an_accelerate_yaml_with_deepspeed_is_refused_with_bf16_as_the_fi
     assert problem.source.endswith("accelerate.yaml") and "bf16" in problem.fix
 
 
-def test_the_fix_of_a_contradiction_names_both_settings(tmp_path, monkeypatch):
-    (problem,) = probe(Run(f"{BASELINE} --bf16 --fp16").resolve(tmp_path, monkeypatch))
-    assert problem.fix == "change fp16 or bf16"
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        ("--bf16 --fp16", "change fp16 or bf16"),
+        ("--lr_scheduler_type warmup_stable_decay", "--lr_scheduler_kwargs '{\"num_decay_steps\": N}'"),
+    ],
+)
+def test_a_fix_names_both_settings_of_a_contradiction_or_the_argument_that_a_schedule_lacks(
+    argv, fix, tmp_path, monkeypatch
+):
+    (problem,) = probe(Run(f"{BASELINE} {argv}").resolve(tmp_path, monkeypatch))
+    assert problem.fix == fix
 
 
 def test_the_library_probe_names_the_setting_that_a_library_refuses_and_its_source():

@@ -142,7 +142,7 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def other_training(rows: Sequence[Row]) -> list[str]:
-    """Return the settings that make the runs different trainings; if none does, data or model."""
+    """Return the differing settings that change the training, or else the differing contents."""
     contents = [f"the contents of the {row.name}" for row in rows if row.part == "contents"]
     return [row.name for row in rows if row.name in _TRAINING] or contents
 

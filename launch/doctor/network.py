@@ -203,7 +203,7 @@ class Meeting:
             return said
 
     def _ask(self, own: Json, seconds: float) -> list[Json | None]:
-        """Once node 0 listens, send it a message. Return all messages, or raise `TimeoutError`."""
+        """Send `own` to node 0 and return all nodes' messages; `TimeoutError` after `seconds`."""
         request, until = self.request, time.monotonic() + seconds
         line = json.dumps({"node": request.machine_rank, "turn": self.round, "own": own}).encode()
         while True:

@@ -74,8 +74,8 @@ _is_passed_on = threading.Semaphore(0)
 def listen() -> None:
     """From now on, forward stop signals to the ranks. A second Ctrl-C kills the ranks.
 
-    accelerate itself forwards no signal to a single process, and dies of SIGUSR1. A thread reads
-    the signals, because torch may block the main thread until an absent node joins.
+    accelerate does not forward signals to a single process, and SIGUSR1 kills accelerate. A thread
+    reads the signals, because torch may block the main thread until an absent node joins.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

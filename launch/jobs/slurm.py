@@ -50,7 +50,7 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 @command@
 
 @container@launcher=@launcher@
-# The launcher is one word, because srun reads a lone : as the start of another job.
+# The whole command is one argument, because srun reads a separate : as the start of another job.
 srun @options@ \\
     @inside@bash -c "@home@$launcher$(printf ' %q' "${command[@]}")" &
 step=$!
@@ -238,7 +238,7 @@ class Slurm(Target):
     @classmethod
     def state(cls, submission: Submission) -> str:
         """Return Slurm's state, such as `PENDING (Resources)`; empty once Slurm forgets the job."""
-        shown = _ask(["scontrol", "show", "job", "-o", submission.job], forgotten="Invalid job id")
+        shown = _ask(["scontrol", "show", "job", "-o", submission.job], tolerated="Invalid job id")
         fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         waits = fields.get("JobState") == "PENDING" and fields.get("Reason", "None") != "None"
         return f"PENDING ({fields['Reason']})" if waits else fields.get("JobState", "")
@@ -249,8 +249,8 @@ class Slurm(Target):
         return state.partition(" ")[0] not in waiting_or_running
 
 
-def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
-    """Return the output of a Slurm command; empty if it fails with the message `forgotten`.
+def _ask(words: list[str], text: str = "", tolerated: str = "") -> str:
+    """Return a Slurm command's output for the input `text`; "" if its error contains `tolerated`.
     Raises `UserError` with Slurm's own message for other failures, or if the command is missing.
     """
     if shutil.which(words[0]) is None:
@@ -259,7 +259,7 @@ def _ask(words: list[str], text: str = "", forgotten: str = "") -> str:
     # Variables SBATCH_* would override the script that a dry run shows.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
-    if done.returncode != 0 and not (forgotten and forgotten in done.stderr):
+    if done.returncode != 0 and not (tolerated and tolerated in done.stderr):
         message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", done.stderr).split())
         fix = "list what this cluster has: `sinfo -o '%P %l %m %G %f'`; test its controller: `scontrol ping`"
         raise mistake("slurm", f"Slurm reports: {message or 'nothing'}", fix)

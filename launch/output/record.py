@@ -133,7 +133,7 @@ class Earlier:
 
     `checkpoint` is the checkpoint to resume from. `finished` is True if nothing is left to train.
     `notes` are lines to print. `kept` holds the fields that the new record copies from the old one.
-    `identity` is the identity of the run that resumes or begins.
+    `identity` is that of the resumed run or, without a checkpoint, a new one.
     """
 
     checkpoint: Path | None = None

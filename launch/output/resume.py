@@ -79,18 +79,18 @@ def _locked(run: RunSpec, kind: int) -> int:
 
 
 def make_room(run: RunSpec, needed_bytes: int = 0) -> None:
-    """With --fresh, archive an older run. Remove converted checkpoints that a killed run left.
+    """With --fresh, archive an older run. Remove a killed run's converted copies of checkpoints.
     Call this just before training, after all other checks.
 
     Raises `UserError` if the disk lacks `needed_bytes`, or if --fresh cannot move the older run.
     """
+    for left in Path(run["output_dir"]).glob(f"{other_world.COPY}checkpoint-*"):
+        shutil.rmtree(left, ignore_errors=True)
     free = shutil.disk_usage(run["output_dir"]).free
     if free <= needed_bytes:
         needed = memory_size(needed_bytes)
         what = f"{run['output_dir']} has {memory_size(free)} free, but this run saves about {needed} or more"
         raise _refused(run, what, "choose an --output_dir on a larger disk")
-    for left in Path(run["output_dir"]).glob(f"{other_world.COPY}checkpoint-*"):
-        shutil.rmtree(left, ignore_errors=True)
     if run["fresh"]:
         _archive_older_run(run)
 
@@ -225,7 +225,7 @@ def _from(
     notes = [*notes, *checkpoint.notes]
     # Only streams and Hub data can differ here, and no flag sets an older commit.
     if fingerprints.differ(old.get("data"), record.material(run, data_commit)["data"]):
-        rows = ": the stream continues at the same rows, or in its next epoch if the number of shards has changed"
+        rows = ": the stream continues after as many rows, or in its next epoch if the number of shards has changed"
         notes.append(f"the data has changed since the checkpoint{rows if run['dataset_streaming'] else ''}")
     if note := other_world.note(checkpoint.path, run.world_size, run["dataloader_num_workers"]):
         notes.append(note)

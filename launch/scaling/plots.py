@@ -245,7 +245,7 @@ _KINDS = {
     ),
     "speedup_efficiency": _Kind(
         "speedup and efficiency",
-        f"Medians with quartiles, relative to each series' smallest world. Dashed: ideal. Shades: bands. {_CROSS}",
+        f"Medians with quartiles, relative to the smallest world. Dashed: ideal. Shades: good and poor. {_CROSS}",
         lambda series: len(series.sizes) > 1,
         _draw_speedup,
     ),

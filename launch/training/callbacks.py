@@ -224,7 +224,7 @@ class StepTiming(TrainerCallback):
 
     @contextlib.contextmanager
     def end_of_step(self, state: TrainerState, control: Any) -> Iterator[None]:
-        """Time the whole block as the last part of the step, and ignore marks inside the block."""
+        """Time the whole block as the last part of the step. In the block, `mark` does nothing."""
         if self._profiler:
             self._profiler.stop()
             self.sent, self._profiler = _counted(self._profiler), None

@@ -30,8 +30,8 @@ from recipes.run.files import read_json
 
 # Printed if no attempt is left, here or in --fit. These ways change training, engine or machine.
 OTHER_WAYS = (
-    "use a recipe that shards or offloads, with another --output_dir; or lower --max_length; or add memory "
-    "(`recipes plan` ranks these ways)"
+    "use a recipe that shards or offloads, with another --output_dir; or lower --max_length; or use "
+    "GPUs with more memory (see `recipes plan`)"
 )
 _UNUSED_PARAMETERS = ("DDP waits for parameters that get no gradient", "Add --ddp_find_unused_parameters true")
 

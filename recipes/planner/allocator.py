@@ -266,7 +266,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
 
 
 def requests_of(memory: Memory, states: Components) -> Requests:
-    """Return the requests of loading, of two steps, and of one evaluation if the run has any.
+    """Return the allocations of loading, of two steps and, if the run evaluates, of an evaluation.
 
     Two steps are needed because the first update puts the optimizer's state where activations were.
     With accumulation, each step has two micro-batches: a third would only repeat the second. With

@@ -117,7 +117,7 @@ class Estimator:
         try:
             return self._of_batch(run, case)
         except Exception as error:  # a model's own code may fail in any way on fake tensors
-            what = f"cannot be planned: the model's code does not run on tensors without data: {one_line(error)}"
+            what = f"cannot be planned: a step on tensors without data failed: {one_line(error)}"
             raise mistake("model", what, "use `recipes fit`, which measures the memory in real steps") from None
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:

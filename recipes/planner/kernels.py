@@ -45,7 +45,7 @@ class Operations(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _GROUPED_MATMULS and is_divided():
-            raise NotImplementedError("compiled experts run another kernel, which is not planned")
+            raise NotImplementedError("torch.compile replaces the kernel of MoE experts by one whose memory is unknown")
         if func in _GROUPED_MATMULS:
             return _GroupedMatmul.apply(*args[:2])
         if not self.on_cuda:

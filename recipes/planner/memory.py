@@ -507,7 +507,7 @@ class Memory:
     def update(self) -> int:
         """Bytes that the update allocates temporarily; 0 with offload.
 
-        DeepSpeed gives torch's optimizer a flat fp32 parameter; ZeRO-3, one per billion weights.
+        DeepSpeed updates flat fp32 parameters: one, or with ZeRO-3 one per billion weights.
         """
         if self.offloads:
             return 0

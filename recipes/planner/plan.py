@@ -257,7 +257,7 @@ def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
             checkpointed = planner.best(request.run(run["recipe"], **flags))
             if checkpointed.fits:
                 entry = replace(checkpointed, flags={**flags, **checkpointed.flags})
-    notes = [f"with {shlex.join(with_flags([], entry.flags))}; without it, no micro-batch fits"] if entry.flags else []
+    notes = [f"needs {shlex.join(with_flags([], entry.flags))}: otherwise no micro-batch fits"] if entry.flags else []
     if entry.fits and asks_for_a_micro_batch(run) and entry.micro_batch < run.batch.micro:
         notes.append(f"micro-batch {run.batch.micro} does not fit: {entry.micro_batch} is the largest that does")
     return replace(entry, notes=(*notes, *entry.notes))

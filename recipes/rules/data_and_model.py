@@ -436,7 +436,7 @@ _OF_TRAIN_PY = (
                and known_config(run).get("tie_word_embeddings"),
                "`recipes merge` will refuse these adapters: the head and the embeddings are one weight",
                "leave head and embeddings out, or never merge",
-               "Merging adds both adapters to the one weight, and the logits change: transformers #45127."),
+               "Merging changes the weight that they share, by the adapter of either: transformers #45127."),
     advice_row("the_routers_loss_counts_once_in_a_step", "model_name_or_path",
                lambda run: known_config(run).get("output_router_logits") and run.batch.total > run.batch.micro,
                lambda run: "the router's auxiliary loss counts "

@@ -339,7 +339,7 @@ def sequences_and_models_are_not_divided(run):
     by_json = f'use a DeepSpeed JSON with "tensor_parallel": {{"autotp_size": {sizes.tp_size}}}'
     refused = {
         "sp_size": ("sequence parallelism multiplies gradients by this size, and clips them afterwards", _INSTEAD),
-        "cp_size": ("context parallelism needs several GPUs, and no test has confirmed its losses there", _INSTEAD),
+        "cp_size": ("no test has shown that context parallelism trains the same as DDP on several GPUs", _INSTEAD),
         "tp_size": ("tp_size needs a model loaded with a tp_plan, and this run loads the whole model", by_json),
     }
     if run.place.own_script and not uses_deepspeed(run):

@@ -88,7 +88,7 @@ def split(
     if accumulation:
         return Batch(share, accumulation, data_parallel, f"micro-batch: {total} / ({accumulation} x {processes})")
     micro = max(divisor for divisor in range(1, min(cap, share) + 1) if share % divisor == 0)
-    reason = f"micro-batch {micro}: largest divisor of {total}/{data_parallel} = {share} up to {cap}"
+    reason = f"micro-batch {micro}: largest divisor of {share} = {total}/{data_parallel} that is at most {cap}"
     return Batch(micro, share // micro, data_parallel, reason)
 
 

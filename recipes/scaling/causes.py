@@ -61,7 +61,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of a step. `causes` are in the order in which to fix them, the largest first.
+    """The time that a step loses. `causes` are sorted by lost time, the largest first.
 
     If data loading sets the pace, the causes that overlap with data loading come last.
     """
@@ -73,7 +73,7 @@ class Losses:
 
     @property
     def named(self) -> list[Cause]:
-        """The causes that are large and clear, the main cause first; none while `undecided`."""
+        """The causes that are `large` and `clear`, the main cause first; empty if `undecided`."""
         return [] if self.undecided else [cause for cause in self.causes if cause.large and cause.clear]
 
 
@@ -182,7 +182,7 @@ class Training:
                 self._alone.setdefault(row.global_batch, []).append(row)
 
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
-        """Return a loss's uncertainty as a share of a step; 0 for HIDDEN, or without repeats."""
+        """Return the uncertainty of the time lost to a cause, as a share of the step."""
         if key not in AGAINST_A_REFERENCE:
             return of_median(_values(key, repeats))
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)

@@ -128,7 +128,7 @@ def test_the_datasets_of_a_streamed_mixture_appear_in_proportion_to_their_weight
 
 
 @pytest.mark.parametrize("settings", [{}, PACKED], ids=str)
-@pytest.mark.parametrize(("reader", "readers"), [(0, 1), (5, 6)])
+@pytest.mark.parametrize(("reader", "readers"), [(0, 1), pytest.param(5, 6, marks=pytest.mark.slow)])
 def test_a_streamed_mixture_resumes_exactly_after_any_example(settings, reader, readers, parts, tokenizer):
     whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
     stops = (1, 60, 110) if settings else (7, 1_000, 1_001)  # in two windows

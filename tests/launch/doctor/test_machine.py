@@ -84,7 +84,7 @@ def test_an_nvidia_smi_error_message_is_shown_as_a_driver_error_and_not_parsed_a
     [
         (resource.RLIMIT_NOFILE, 256, 20000, "warning", "`ulimit -S -n 20000`"),
         (resource.RLIMIT_NOFILE, 24, resource.RLIM_INFINITY, "error", "`ulimit -S -n unlimited`"),
-        (resource.RLIMIT_NOFILE, 256, 256, "warning", "a hard limit above 256"),
+        (resource.RLIMIT_NOFILE, 256, 256, "warning", "the hard limit to 1024 or more"),
         (resource.RLIMIT_AS, 1 << 30, resource.RLIM_INFINITY, "error", "`ulimit -S -v unlimited`"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_doctor_probe_that_succeeds_is_not_repeated(probe_runs):
 def test_a_repeated_failure_is_reported_with_the_nccl_variable_that_fixes_it(probe_runs):
     tried = probe_runs(lambda _, names: names == ("NCCL_P2P_DISABLE",))
     check = found()
-    assert check.found == REFUSED.what and "export NCCL_P2P_DISABLE=1  # costs: no NVLink" in check.fix
+    assert check.found == REFUSED.what and "export NCCL_P2P_DISABLE=1  # turns off NVLink" in check.fix
     assert tried[2] == ("NCCL_NVLS_ENABLE",) and tried[-1] == ()  # the control, without it
 
 

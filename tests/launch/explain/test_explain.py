@@ -14,6 +14,7 @@ def rows(topic):
     return measured(topic, "cpu", 2)["rows"]
 
 
+@pytest.mark.slow
 def test_ddp_synchronises_at_each_micro_batch_except_in_no_sync():
     whole, at_each, no_sync, undivided = found = rows("accumulation")
     assert [row["synchronisations"] for row in found] == [1, 8, 1, 1]

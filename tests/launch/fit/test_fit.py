@@ -159,6 +159,7 @@ def test_fit_doubles_a_micro_batch_that_runs_or_halves_one_that_does_not(most, t
     assert [done["micro_batch"] for done in probes] == tried
 
 
+@pytest.mark.slow
 def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
     ends = {
         "leave('fits')": ("", ["fits", "fits"]),
@@ -183,7 +184,7 @@ def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
             assert (one["fits"], one["words"], one["ranks"]) == (not expected[0], *expected)
 
 
-def test_a_fit_probe_is_legal_whatever_evaluation_and_scheduler_flags_it_drops(tmp_path):
+def test_the_settings_of_a_fit_probe_are_legal_after_fit_drops_evaluation_and_scheduler_flags(tmp_path):
     schedules = ["reduce_lr_on_plateau", 'cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}']
     for flags in ("--eval_on_start", "--load_best_model_at_end", *(f"--lr_scheduler_type {one}" for one in schedules)):
         request = {"argv": f"--eval_strategy epoch {flags}".split(), "micro_batch": 1, "accumulation": 16}

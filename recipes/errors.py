@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Problem:
     """One finding about a run. An `error` stops the run, an `advice` does not.
 
-    `subject` is the name of a flag, a YAML key, a file or a variable. `source` is the origin
-    of the subject's value, such as `command line`, a file or `library default`.
+    `subject` is the name of a flag, a YAML key, a file or a variable, and `what` is wrong with it.
+    `source` is the origin of its value, such as `command line`, a file or `library default`.
     """
 
     subject: str
@@ -47,7 +47,7 @@ def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserErr
 
 
 def raise_errors(found: list[Problem]) -> list[Problem]:
-    """Return the advice in a list of problems. Raises `UserError` with every error in the list."""
+    """Return the list if all problems in it are advice. Else raise `UserError` with the errors."""
     if errors := [problem for problem in found if problem.severity == "error"]:
         raise UserError(*errors)
     return found
@@ -67,6 +67,6 @@ class Failure(RuntimeError):
 
 
 class StreamBroke(Failure):
-    """Reading the data failed: the network, a disk or, in the middle of a stream, a wrong row.
-    Unless a row is wrong, a later start may succeed.
+    """Reading the data failed, because of the network, a disk or a wrong row inside a stream.
+    A later start may succeed, unless a wrong row is the cause.
     """

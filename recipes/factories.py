@@ -81,8 +81,8 @@ def recipe(name: str):
 
 def _warn_without_engine(run: RunSpec) -> None:
     """Warn if no launcher has set up the recipe's engine, because Trainer then silently trains
-    without sharding and offload. With `deepspeed` or `fsdp`, Trainer itself sets up the engine in
-    the launched processes, so there is no warning.
+    without sharding and offload. If the argument `deepspeed` or `fsdp` is given, Trainer itself
+    sets up the engine in the launched processes, so there is no warning.
     """
     wanted, launched = run.engine, from_environment(run.place.environment)
     if wanted.kind in ("single", "ddp") or run["fsdp"] or run["deepspeed"]:
@@ -97,7 +97,7 @@ def _warn_without_engine(run: RunSpec) -> None:
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
-    """Build an `args_class` from the values of a run and from `own`, which wins.
+    """Build an `args_class` from the values of a run and of `own`. The values of `own` win.
 
     Raises `UserError` with the message of the class if the class refuses a value.
     """

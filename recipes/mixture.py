@@ -1,6 +1,6 @@
 """The sources of a run's data: one source, or the parts of a mixture with their weights.
 
-For one source, `dataset_name` is a text. For a mixture it is a list of texts or, in a --config
+For one source, `dataset_name` is a string. For a mixture it is a list of strings or, in a --config
 file, a list of entries with the fields of a `Part`.
 """
 
@@ -83,15 +83,15 @@ def checked(entries: list[Any]) -> str | list[Any]:
 
 
 def files_of(name: str | None) -> list[Path]:
-    """The files of this name or pattern; empty for a folder, and for data on the Hub."""
+    """Return the files that a name or pattern stands for; none for a folder or data on the Hub."""
     paths = paths_of(name)
     return [] if paths and paths[0].is_dir() else paths
 
 
 def paths_of(name: str | None) -> list[Path]:
-    """Return the file or folder of this name, or else the sorted files that match it as a pattern.
+    """Return the file or folder of this name; if there is none, the files that match it as a glob.
 
-    Empty if this machine has no such file or folder.
+    The list is sorted, and empty if this machine has no such file or folder.
     """
     path = os.path.expanduser(name or "")  # noqa: PTH111, Path.expanduser raises for an unknown user
     if name and os.path.exists(path):  # noqa: PTH110, Path.exists raises for a long name
@@ -102,6 +102,6 @@ def paths_of(name: str | None) -> list[Path]:
 
 
 def title(dataset_name: str | Sequence[Any] | None) -> str:
-    """Return the names of the data in a few words, for a message."""
+    """Return the first three names of the data and the number of the others, for a message."""
     names = [part.name for part in parts_of(dataset_name)]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")

@@ -21,8 +21,8 @@ def silence() -> Iterator[None]:
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Unless `verbose`, let libraries print errors only, and no progress bars. Call this before the
-    libraries are imported, because they then read the environment variables that are set here.
+    """Unless `verbose`, let libraries print errors only, and no progress bars. Call this before you
+    import the libraries, because an import reads the environment variables that are set here.
     """
     if verbose:
         return

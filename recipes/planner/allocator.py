@@ -244,7 +244,7 @@ class Requests:
 def with_cached(memory: Memory, limit: int) -> Components:
     """Return the run's GPU memory with cuBLAS's workspaces and torch's cache (on a CPU, neither).
 
-    The cache is left out if all else exceeds `limit` bytes, and if the model loops over tokens
+    The cache is left out if all else exceeds `limit` bytes, or if the model loops over tokens
     (LOOP), because the requests are then unknown. Expandable segments free the cache above `limit`.
     """
     if not memory.run.hardware.cuda:
@@ -270,8 +270,8 @@ def requests_of(memory: Memory, states: Components) -> Requests:
 
     Two steps are needed because the first update puts the optimizer's state where activations were.
     With accumulation, each step has two micro-batches: a third would only repeat the second. With
-    DeepSpeed and FSDP, each step has one, and each part of `states` is one allocation at the start.
-    In each step, ZeRO-1 and ZeRO-2 hold a bucket until the backward ends.
+    DeepSpeed and FSDP, each step has one micro-batch, and each part of `states` is one allocation
+    at the start. In each step, ZeRO-1 and ZeRO-2 hold a bucket until the backward ends.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights

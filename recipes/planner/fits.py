@@ -40,8 +40,8 @@ from recipes.run import RunSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# On GPUs, plans were at most 5 % below measured memory, for mixtures of experts 8 to 11 %
-# (tests/benchmarks/README.md).
+# Memory that must stay free, relative to the plan. On GPUs, plans were at most 5 % below measured
+# memory, for mixtures of experts 8 to 11 % (tests/benchmarks/README.md).
 MARGIN = 0.06
 _estimators: dict[Any, Estimator] = {}  # by model, for all plans of this process
 
@@ -122,8 +122,8 @@ class Estimator:
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
         """Extrapolate from copies of a small batch. The number of copies has no factor in common
-        with any size of the model (`at_batch`). The small batch is 1, or with Liger the batch's
-        largest odd factor: 3, 6 and 12 rows make equally many chunks of the loss (2^n tokens).
+        with a dimension of the model (see `at_batch`). The small batch has one row. With Liger, it
+        has as many as the batch's largest odd factor: 3, 6 and 12 rows make equally many chunks.
         """
         from recipes.planner.trace import as_traced, trace_any
 
@@ -221,8 +221,8 @@ class Planned:
 class Planner:
     """Plans runs of one model on GPUs with `usable` bytes, in nodes with `host` bytes of RAM.
 
-    If `host` is None, any need of RAM fits. Times assume the share `mfu` of the GPU's peak, and
-    `bandwidth` in bytes/s (None: unknown). Raises as `Estimator.memory` and `Memory.gpu` do.
+    If `host` is None, RAM is not checked. Times assume the share `mfu` of the GPU's peak FLOP/s,
+    and `bandwidth` in bytes/s (None: unknown). Raises `UserError` if the model cannot be planned.
     """
 
     estimator: Estimator
@@ -254,7 +254,7 @@ class Planner:
         return self.at(run, sizes[-1])
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
-        """Return False if the states (known without a trace), or all allocations, do not fit.
+        """Return False if the states (weights, gradients, optimizer) or all allocations do not fit.
 
         torch's cache is left out, because it takes longer to compute and only adds memory.
         """

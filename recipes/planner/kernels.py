@@ -146,7 +146,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped: bool = False) -> bool:
-    """True if a fused kernel (flash, efficient, cuDNN) supports the tensors.
+    """True if a fused kernel (flash, efficient, cuDNN) supports the tensors. `grouped` allows GQA.
 
     All fused kernels save the same tensors. Source: select_sdp_backend of torch's sdp_utils.cpp.
     Flash needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The efficient
@@ -294,7 +294,7 @@ def fuse_layers(model: Any) -> None:
 
 
 class _Norm(torch.autograd.Function):
-    """Save input, weight and a number per row. The input's gradient overwrites the result's."""
+    """Save input, weight, one number per row. The input's gradient overwrites the result's one."""
 
     @staticmethod
     def forward(ctx, rows, weight):

@@ -98,8 +98,8 @@ class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
     The forward makes the first `made_forward` rows of `allocations`. `kernels` holds EAGER or MATH
-    if such attention ran, LOOP if `_at_length` made the trace, and COMPILED for compiled layers.
-    `made_by` has each row's operation and traced size; `_of_depth` and `_at_length` leave it empty.
+    if such attention ran, LOOP if `_at_length` (trace.py) made the trace, and COMPILED if layers
+    are compiled. `made_by` has each row's operation and size; extrapolated traces leave it empty.
     """
 
     allocations: np.ndarray
@@ -211,7 +211,7 @@ def weight_bytes(run: RunSpec) -> int:
 
 
 def trained_bytes(run: RunSpec) -> int:
-    """Return the bytes of a trained parameter, and equally of its gradient.
+    """Return the bytes of one trained parameter. Its gradient takes the same number of bytes.
 
     Adapters are fp32 except with DeepSpeed. In mixed precision, accelerate casts trained parameters
     to fp32 for FSDP2 (`fsdp2_prepare_model`).
@@ -257,7 +257,7 @@ def moments_of(run: RunSpec) -> float:
 
 
 def few_bits(run: RunSpec) -> float | None:
-    """Return the bytes per number in an 8-bit or 4-bit optimizer's state, None for others."""
+    """Return the bytes per number in the state of an 8-bit or 4-bit optimizer, else None."""
     optim = str(run["optim"])
     return _IN_8_BITS if "8bit" in optim else _IN_4_BITS if "4bit" in optim else None
 
@@ -291,7 +291,7 @@ class Memory:
 
     `evaluation` is the trace of an evaluation batch, None without evaluations. `context` is the
     memory that CUDA and NCCL take on a GPU; if None, `context_of` gives it. All sizes are in bytes.
-    Sizes of states are one GPU's share.
+    Sizes of parameters, gradients and optimizer state are one GPU's share.
     """
 
     def __init__(
@@ -449,7 +449,7 @@ class Memory:
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 
     def _shard(self, size: float, from_stage: int) -> int:
-        """Return a GPU's share of a state. FSDP2 shards every state, ZeRO from `from_stage` on."""
+        """Return a GPU's share of `size`. FSDP2 shards everything, ZeRO from stage `from_stage`."""
         sharded = self.kind == "fsdp" or (self.kind == "deepspeed" and self.stage >= from_stage)
         return math.ceil(size / shards(self.run)) if sharded else math.ceil(size)
 
@@ -507,7 +507,7 @@ class Memory:
     def update(self) -> int:
         """Bytes that the update allocates temporarily; 0 with offload.
 
-        DeepSpeed updates flat fp32 parameters: one, or with ZeRO-3 one per billion weights.
+        DeepSpeed updates flat fp32 tensors: one for all weights, or one per billion with ZeRO-3.
         """
         if self.offloads:
             return 0

@@ -51,8 +51,8 @@ class Plan:
     recommended: str | None
     command: str  # the whole command of the recommended recipe; empty if none fits
     advice: tuple[Problem, ...]  # of `recipes check` about the recommended recipe, or the first if none fits
-    short_of_ram: bool  # no recipe fits, and `standard` (or else the first recipe) lacks only RAM
-    choices: Callable[[], Iterator[Planned]]  # splits of the global batch, for the recommended recipe or the first
+    short_of_ram: bool  # no recipe fits, and `standard` (the first recipe if `standard` is not planned) lacks only RAM
+    choices: Callable[[], Iterator[Planned]]  # splits of the global batch: recommended recipe, or first if none fits
     next_steps: tuple[NextStep, ...]  # changes to try if nothing fits; changes without offload if only offload fits
     refused: dict[str, str]  # errors, by the name of each recipe that is not legal with these flags
     mfu: float  # the assumed share of the GPU's peak FLOP/s
@@ -83,8 +83,8 @@ def plan_memory(
     None, `_names` chooses. `argv` are flags of train.py. `accelerate_config` is an Accelerate YAML
     that replaces each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and
     `bandwidth` in GB/s between GPUs; speed.py has the defaults of both. `host_memory` is the RAM of
-    one node in GB (None: any need of RAM fits). No weights are downloaded, and no GPU is needed.
-    Raises `UserError` if the request is wrong, no recipe is legal, or the model cannot be planned.
+    one node in GB (None: RAM is not checked). No weights are downloaded, and no GPU is needed.
+    Raises `UserError` if an argument is wrong, no recipe is legal, or the model cannot be planned.
     """
     if num_processes % nodes:
         what = f"{plural(num_processes, 'process')} cannot be split evenly over {nodes} nodes"
@@ -245,9 +245,9 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
 
 
 def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
-    """Plan the run at the largest micro-batch that fits. If none does, and the user left
-    checkpointing open, add checkpointing if the run then fits: that is faster than offload, and
-    does not change results. A note names each change.
+    """Plan the run at the largest micro-batch that fits. If none fits, and the user has not set
+    gradient checkpointing, add checkpointing if the run then fits: checkpointing is faster than
+    offload, and does not change results. A note names each change.
     """
     entry = planner.best(run)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
@@ -285,9 +285,10 @@ class NextStep:
 def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned | None) -> list[NextStep]:
     """Return changes to try if nothing fits, alternatives if only offload fits, else nothing.
 
-    `row` is the plan of `standard`, or else of the first recipe. If nothing fits, each change saves
-    GPU memory, or RAM if only RAM is too small; of changes with equal memory the first is returned.
-    Of alternatives (no offload, same length), return the first, and the first with adapters.
+    `row` is the plan of `standard`, or of the first recipe if `standard` is not planned. `best` is
+    the fastest plan that fits. If nothing fits, each change saves GPU memory, or RAM if only RAM is
+    too small. Of several changes with equal memory, only the first is returned. An alternative has
+    no offload and the same length: return the first one, and the first one with adapters.
     """
     if best and best.run.engine.offload_optimizer == "none":
         return []
@@ -307,8 +308,8 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[NextStep]:
     """Yield each change, and the same change with Liger's loss if only the logits do not fit.
 
-    Changes that are not legal here, or that peft refuses, are left out. A change to
-    `standard` or to the recipe of `row` keeps the user's Accelerate YAML; any other drops it.
+    Changes that are not legal here, or that peft refuses, are left out. A change to `standard` or
+    to the recipe of `row` keeps the user's Accelerate YAML. A change to another recipe drops it.
     """
     estimator = planner.estimator
     parameters = estimator.weights(row.run).total
@@ -357,8 +358,7 @@ def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str
     yield "standard", checkpointed, recomputed
     if several:
         yield "sharded", checkpointed, f"{recomputed}; {shared}"
-    # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
-    # without, on a V100.
+    # Hugging Face's single-GPU guide: 10.35 samples/s with 8-bit Adam, 10.09 without, on a V100.
     in_8_bits = {**checkpointed, "optim": "adamw_bnb_8bit"}
     yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam is not slower in published figures"
     yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"

@@ -46,8 +46,8 @@ _NCCL = 546  # MiB of a communicator in addition to the context, measured with o
 
 
 def context_of(run: RunSpec) -> Context:
-    """Return the memory that CUDA and NCCL take on each GPU of this run: the value known for such a
-    GPU, or else the largest known value; 0 on a CPU.
+    """Return the memory that CUDA and NCCL take on each GPU of this run: the value known for this
+    kind of GPU; for an unknown kind, the largest known value; on a CPU, 0.
     """
     if not run.hardware.cuda:
         return Context(0, "")

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
-    """Return the configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`.
+    """Return the configuration of a Hub id, a folder, a config.json, or a size such as 7B.
 
-    `run` gives the revision (else `main`) and `trust_remote_code`. The Hub is asked only for a
-    configuration that is neither a local file nor in the Hub's cache. If the Hub fails, models in
-    `SHAPES` get their known shape, but only at the revision `main`.
+    `run` sets the revision (otherwise `main`) and `trust_remote_code`. The Hub is asked only if no
+    local or cached file has the configuration. If the Hub fails, models in `SHAPES` get their known
+    shape, but only at the revision `main`. Raises `UserError` if the configuration cannot be read.
     """
     if is_size(model):
         return config_of(model)
@@ -109,8 +109,8 @@ def _shape_of(model: str) -> tuple[Shape, Shape]:
     """Return the shape to plan, and the shape of the public model that it is made from.
 
     `model` is a size or a public model's name. A public model within 2 % of the size keeps its
-    shape. Otherwise the nearest model gets more or fewer layers, and its MLP width changes in steps
-    of 8 to reach the size. Raises `UserError` for an impossible size.
+    shape. Otherwise the nearest model gets more or fewer layers, and its MLP width changes by a
+    multiple of 8 to reach the size. Raises `UserError` for a size outside 40M to 2000B.
     """
     if model in SHAPES:
         return SHAPES[model], SHAPES[model]
@@ -128,7 +128,7 @@ def _shape_of(model: str) -> tuple[Shape, Shape]:
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """Return the configuration for a size or a name in `SHAPES`. Raises `UserError` for others."""
+    """Return the configuration for a name in `SHAPES`, or a size (`UserError` if not 40M-2000B)."""
     shape, _ = _shape_of(model)  # raises before the import, which takes seconds
     from transformers import AutoConfig
 

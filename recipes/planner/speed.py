@@ -200,7 +200,7 @@ def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
 
 
 def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int) -> int:
-    """Return the bytes a GPU sends: gathers and scatters in shards, all-reduces among replicas."""
+    """Return the bytes a GPU sends to gather and scatter its shards, and to all-reduce replicas."""
     copies = run.engine.parallelism.dp_replicate_size
     among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
     times = exchanges(run, accumulation)
@@ -226,8 +226,8 @@ def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:
     sum goes to the host after every micro-batch, and returns before every later one. ZeRO-3 moves
     the sum both ways in every micro-batch, even without accumulation (`copy_gradients_to_cpu` and
     `async_inplace_copy_grad_to_fp32_buffer_from_gpu` in stage_1_and_2.py, `partition_grads` in
-    stage3.py). Updated parameters return once, offloaded ones for every forward and backward. FSDP2
-    moves fp32 shards for each pass, and fp32 gradients per micro-batch (`all_gather_inputs`).
+    stage3.py). Updated parameters return once, offloaded parameters in each forward and backward.
+    FSDP2 moves fp32 shards for each pass, and fp32 gradients per micro-batch (`all_gather_inputs`).
     """
     fsdp = run.engine.kind == "fsdp"
     width = FP32 if fsdp or not (run["bf16"] or run["fp16"]) else HALF

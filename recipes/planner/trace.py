@@ -148,7 +148,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
 
 
 def _rotary(config: PreTrainedConfig, case: Case) -> contextlib.AbstractContextManager:
-    """Return a context: with `liger_layers`, rotary embeddings allocate nothing, as in Liger."""
+    """Return a context in which rotary embeddings allocate nothing if `liger_layers` is set."""
     module = sys.modules.get(getattr(_class(config, case.task), "__module__", ""))
     if not case.liger_layers or not hasattr(module, "apply_rotary_pos_emb"):
         return contextlib.nullcontext()
@@ -281,10 +281,10 @@ def _inputs(case: Case) -> dict[str, torch.Tensor]:
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int] | None:
     """Return the layers of two shallow models to trace, and how many pieces the first one lacks.
 
-    A piece is a group of layers that repeats up to the last layer: one layer, or six in Gemma 3.
-    Other layers may come before, such as dense layers before experts. The first shallow model has
-    `pieces` pieces, or two if a piece has several layers. The second has one piece more. Return
-    None if no piece repeats, or if the second model would be as deep as the whole model.
+    `kinds` has one entry per layer. A piece is a group of layers that repeats up to the last layer:
+    one layer, or six in Gemma 3. Other layers may come before, such as dense ones before experts.
+    The first model has `pieces` pieces, or two if a piece has several layers; the second, one more.
+    Return None if no piece repeats, or if the second model would be as deep as the whole model.
     """
     found = []
     for period in range(1, len(kinds) // 3 + 1):
@@ -298,7 +298,7 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Return the case to trace: PACKAGED if the model uses it, uncompiled if the model loops."""
+    """Drop PACKAGED attention if the model ignores it, and compilation if it loops over tokens."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
@@ -338,7 +338,7 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
     tries = [depths(kinds, pieces) for pieces in range(first, 5)]
     if len({*types}) == 2 and len({*weights.layers}) == 1:
         # Sliding-window attention often takes as much memory as full attention. If two adjacent
-        # layers, one of each kind, do, a piece is one layer, not a group with both kinds.
+        # layers of different kinds take equal memory, a piece is one layer, not a group of both.
         turns = [n for n in range(first, len(types) - 1) if types[n - 1] not in (types[n], types[0])]
         for end in turns[:1]:  # the shallow model begins where its layers are of both kinds
             start = min(end - first, end - 1 - types[:end][::-1].index(types[end]))
@@ -399,8 +399,8 @@ def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> 
     """Extrapolate from traces of three lengths to another length. All hold equally many tokens.
 
     So a size is constant (most are), grows with the length (attention scores), or shrinks (the
-    state of a sequence). The result has nine allocations: gradients, activations and logits at
-    each of three moments: most activations and logits, largest total, all gradients.
+    state of a sequence). The result has nine allocations: gradients, activations and logits at the
+    moments with the most activations and logits, with the largest total, and with all gradients.
     """
     kinds = np.array([(1, one, 1 / one) for one in lengths])
     weights = np.linalg.solve(kinds.T, (1, length, 1 / length))
@@ -437,10 +437,10 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
         first = _first(made_one, made_two, share)
         last = first + added
         before, after, rest = two[:last], two[last : last + added], two[last + added :]
-        before = before + _step(one[:last], before, around) * more
-        step = _step(two[first:last], after, (added, 0, -backward))
-        found += [before[:first], *(before[first:] + step * place for place in range(times + 1))]
-        found.append(rest + _step(one[last:], rest, around) * more)
+        before = before + _delay(one[:last], before, around) * more
+        delay = _delay(two[first:last], after, (added, 0, -backward))
+        found += [before[:first], *(before[first:] + delay * place for place in range(times + 1))]
+        found.append(rest + _delay(one[last:], rest, around) * more)
     return Traced(np.concatenate(found), deeper.made_forward + more * forward, deeper.kernels)
 
 
@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return where the piece begins that `two` holds once more; `ValueError` if there is none."""
+    """Return the start of the piece that `two` has and `one` lacks; `ValueError` if none exists."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -464,9 +464,9 @@ def _same(one: Sequence[object], two: Sequence[object]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
-def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """Return how much later `other` frees and completes than `one`; `ValueError` if impossible."""
-    step = other - one
-    if step[:, [SIZE, LOGITS]].any() or not np.isin(step[:, [FREED, COMPLETE]], possible).all():
+def _delay(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
+    """Return the times of `other` minus those of `one`; `ValueError` if one is not `possible`."""
+    delay = other - one
+    if delay[:, [SIZE, LOGITS]].any() or not np.isin(delay[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)
-    return step
+    return delay

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Problem:
     """One finding about a run. An `error` stops the run, an `advice` does not.
 
-    `subject` is the name of a flag, a YAML key, a file or a variable, and `what` is wrong with it.
+    `what` says what is wrong with `subject`: the name of a flag, a YAML key, a file or a variable.
     `source` is the origin of its value, such as `command line`, a file or `library default`.
     """
 

@@ -62,7 +62,7 @@ def run_flags() -> dict[str, Field]:
 
 @cache
 def settings() -> dict[str, Field]:
-    """Every setting that train.py accepts. A renamed setting is listed under both names."""
+    """Every setting that train.py accepts. A renamed setting is listed under each legal name."""
     return {**trainer_fields(), **run_flags()}
 
 
@@ -167,7 +167,7 @@ def facts() -> Json:
 
 
 def _fingerprint() -> str:
-    """Hash the paths, times and versions of the libraries, and of the files that read libraries."""
+    """Hash the paths, times and versions of the libraries, and of schema.py and libraries.py."""
     files = [Path(__file__), Path(__file__).with_name("libraries.py")]
     files += [folder / "__init__.py" for name in _PACKAGES if (folder := package_folder(name))]
     installed = [
@@ -186,7 +186,7 @@ def _kept(file: Path) -> Json | None:
 
 
 def _ask() -> Json:
-    """Return the facts, from a child process with this sys.path. `UserError` if the child fails."""
+    """Ask a child process with this sys.path for the facts. Raises `UserError` if it fails."""
     waits = "Reading the settings that the installed transformers, accelerate and DeepSpeed accept"
     print(f"{waits} (once after an install): about ten seconds.", file=sys.stderr, flush=True)
     # This package is imported from its own folder, the libraries from this process's sys.path.

@@ -122,14 +122,14 @@ class Estimator:
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
         """Extrapolate from copies of a small batch. The number of copies has no factor in common
-        with a dimension of the model (see `at_batch`). The small batch has one row. With Liger, it
-        has as many as the batch's largest odd factor: 3, 6 and 12 rows make equally many chunks.
+        with a dimension of the model (see `at_batch`). The small batch has one row; with Liger, as
+        many rows as the batch's largest odd factor: 3, 6 and 12 rows give equally many loss chunks.
         """
         from recipes.planner.trace import as_traced, trace_any
 
         weights = self.weights(run)
         smallest = case.batch // (case.batch & -case.batch) if case.liger else 1
-        sizes = {30, case.length, *(size for size, _ in weights.sizes if size)}  # 30: primes in `short_lengths`
+        sizes = {30, case.length, *(size for size, _ in weights.sizes if size)}  # 30: primes of `short_lengths`
         copies = next(many for many in count(11) if all(math.gcd(many, size) == 1 for size in sizes))
         small = as_traced(self.config, replace(case, batch=smallest, copies=copies))
         return trace_any(self.config, weights, small, case.batch // smallest, self._traced)

@@ -294,7 +294,7 @@ def fuse_layers(model: Any) -> None:
 
 
 class _Norm(torch.autograd.Function):
-    """Save input, weight, one number per row. The input's gradient overwrites the result's one."""
+    """Save input, weight, a number per row. The result's gradient becomes the input's, in place."""
 
     @staticmethod
     def forward(ctx, rows, weight):

@@ -98,8 +98,8 @@ class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
     The forward makes the first `made_forward` rows of `allocations`. `kernels` holds EAGER or MATH
-    if such attention ran, LOOP if `_at_length` (trace.py) made the trace, and COMPILED if layers
-    are compiled. `made_by` has each row's operation and size; extrapolated traces leave it empty.
+    if such attention ran, LOOP if `_at_length` made the trace, and COMPILED for compiled layers.
+    `made_by` has each row's operation and traced size; `_of_depth` and `_at_length` leave it empty.
     """
 
     allocations: np.ndarray
@@ -121,7 +121,7 @@ class Traced:
         end = len(sizes)
 
         def at(times: np.ndarray, change: np.ndarray) -> np.ndarray:
-            """For each allocation, sum the changes that happen until it is made."""
+            """For each allocation, return the sum of the changes up to its time."""
             there = times <= end
             return np.bincount(times[there], change[there], end + 1).astype(int).cumsum()[1:]
 

@@ -77,7 +77,7 @@ def plan_memory(
     bandwidth: float | None = None,
     host_memory: float | None = None,
 ) -> Plan:
-    """Plan the memory of training `model`: Hub id, folder, config.json, size (7B), configuration.
+    """Plan the memory of training `model`: Hub id, folder, config.json, size (7B) or configuration.
     Give either `gpu`, the GPU's name, or `gpu_memory`, the GPU's usable GB (10^9 bytes).
     `num_processes` counts the GPUs of all nodes. `recipe` limits the plan to one recipe; if it is
     None, `_names` chooses. `argv` are flags of train.py. `accelerate_config` is an Accelerate YAML
@@ -142,8 +142,8 @@ def plan_memory(
 class Request:
     """A request for a plan: the model, its configuration, the GPUs and nodes, the flags.
 
-    `model` is the user's text, empty for a configuration without a name. `config` is None until
-    it is read: until then, the rules know only the config.json of a local model.
+    `model` is the model's name or size, empty for a configuration without a name. `config` is None
+    until it is read: until then, the rules know only the config.json of a local model.
     `accelerate_config` is the user's Accelerate YAML, None if the user gives none.
     """
 

@@ -138,7 +138,7 @@ def _share_rows(one: str, other: str) -> bool:
 
 
 def _slice(split: str) -> tuple[str, str, int, float] | None:
-    """The name, unit (`%` or none), start and end of a slice such as `train[80%:]`; or None."""
+    """The name, unit (% or none), start and end of a slice like `train[80%:]`; None if no slice."""
     found = re.fullmatch(r"(\w+)\[(\d*)(%?):(\d*)(%?)\]", split)
     return found and (found[1], found[3] or found[5], int(found[2] or 0), float(found[4] or "inf"))
 
@@ -149,7 +149,7 @@ def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
 
 
 def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
-    """Return the problem of an evaluation without a test split. `has` names the splits."""
+    """Return the problem of an evaluation without a test split. `has` names the existing splits."""
     what = f"there is nothing to evaluate on: {has}, no test and no validation"
     return Problem("dataset_test_split", what, f"{_SPLIT_FILES if streams else HELD_OUT}, or --eval_strategy no")
 
@@ -191,7 +191,7 @@ def the_model_is_a_folder(run):
 
 @rule_of_train_py
 def the_folder_holds_a_model(run):
-    """Loading ends in `OSError: no file named model.safetensors found`, or gives no vocabulary."""
+    """Loading ends in `OSError: no file named model.safetensors found`, or finds no vocabulary."""
     folder = model_folder(run["model_name_or_path"])
     if folder is None or run.place.is_elsewhere:
         return
@@ -257,7 +257,7 @@ def the_model_can_do_the_task(run):
 
 @rule_of_train_py
 def sequences_fit_the_model(run):
-    """A table of positions fails with `IndexError`; rotary embeddings compute any position."""
+    """A model with a table of positions fails with `IndexError`; rotary ones take any position."""
     positions = max_positions(known_config(run)) or math.inf
     if not run.explicit("max_length") or run["max_length"] <= positions:
         return  # train.py lowers a length that the user did not set
@@ -390,7 +390,7 @@ def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
 
 
 def _layers_of_base(cls: type) -> Sequence[str]:
-    """The `_no_split_modules` of the headless model, for a class without its own; or empty."""
+    """The `_no_split_modules` of a class's headless model; empty if there are none."""
     from transformers import AutoModel
 
     config = getattr(cls, "config_class", None)

@@ -354,7 +354,7 @@ def sequences_and_models_are_not_divided(run):
 
 
 def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """Return a problem with a key of --fsdp_config, or else of the Accelerate YAML."""
+    """Return a problem about a key of --fsdp_config or, if it lacks the key, of the YAML."""
     if run["fsdp"] and {key, f"fsdp_{key}"} & set(mapping(run["fsdp_config"])):
         return Problem("fsdp_config", f"{key} {what}", fix, run.setting("fsdp_config").source, severity)
     return in_yaml(run, f"fsdp_{key}", what, fix, severity)
@@ -374,8 +374,8 @@ def fsdp2_is_chosen(run):
 @rule
 def fsdp2_shards_layer_by_layer(run):
     """If the policy wraps nothing, FSDP2 gathers the whole model at once, and accelerate's
-    checkpointing ends with a TypeError. SIZE_BASED_WRAP also wraps the list of layers (not of the
-    demonstration): `fully_shard does not support containers that do not implement forward`.
+    checkpointing ends with a TypeError. SIZE_BASED_WRAP also wraps the list of layers, except in
+    the demonstration: `fully_shard does not support containers that do not implement forward`.
     """
     section, fix = run.engine.fsdp, "TRANSFORMER_BASED_WRAP"
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()

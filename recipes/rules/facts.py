@@ -72,12 +72,12 @@ def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem
 
 
 def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """Return a problem with the key `subject` of the Accelerate YAML."""
+    """Return a problem about the key `subject` of the Accelerate YAML."""
     return Problem(subject, what, fix, run.engine.source, severity)
 
 
 def in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """Return a problem with the DeepSpeed JSON's key `subject`, such as `scheduler.params`."""
+    """Return a problem about the DeepSpeed JSON's key `subject`, such as `scheduler.params`."""
     return Problem(subject, what, fix, run.engine.json_source, severity)
 
 

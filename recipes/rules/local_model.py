@@ -12,7 +12,7 @@ _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # the 
 # The configuration keys for the longest sequence; model types use different keys.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 
-# Types that number positions from `pad_token_id + 1`, and never use smaller ones.
+# Model types that number positions from `pad_token_id + 1`, and never use smaller numbers.
 OFFSET_POSITIONS = {
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -20,7 +20,7 @@ OFFSET_POSITIONS = {
 
 
 def model_folder(name: str | None) -> Path | None:
-    """The folder that `model_name_or_path` names; None for a Hub id or no model."""
+    """The folder that `model_name_or_path` names; None for a Hub id, a file or no model."""
     path = existing_path(name)
     return path if path is not None and path.is_dir() else None
 
@@ -44,7 +44,7 @@ def is_git_lfs_pointer(file: Path) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's section of a configuration, or the whole configuration without one."""
+    """The text model's section of a configuration; the whole configuration if it has none."""
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
 
 
@@ -56,8 +56,8 @@ def is_rotary(config: Mapping[str, Any]) -> bool:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """True if the configuration is of a sequence classifier, whose weights would load into a
-    language model without an error.
+    """True if the configuration is of a sequence classifier. Its weights would load into a language
+    model without an error.
     """
     names = config.get("architectures")
     return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)

@@ -53,7 +53,7 @@ def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
 
 
 def require_constructible(run: RunSpec) -> None:
-    """Raise `UserError` with everything that the libraries refuse."""
+    """Raise `UserError` if the libraries refuse anything, with all their refusals."""
     raise_errors(probe(run))
 
 
@@ -114,7 +114,7 @@ def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
         try:
             yield
         except Exception as error:
-            if not (isinstance(error, ImportError) and run.place.is_elsewhere):  # the package may be installed there
+            if not (isinstance(error, ImportError) and run.place.is_elsewhere):  # the other machine may have it
                 found.append(refused_by_library(run, error, file, content or {}, about))
 
     yaml, args, optimizer, config = run.outer_engine or run.engine, None, None, {}
@@ -300,7 +300,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
         fix, source = f'"{name}": "auto"' + f" in {section}" * bool(section), run.engine.json_source
         if not written.config:
             source = run.engine.source
-        if not written.config and name == "enabled":  # for fp8, accelerate writes bf16, and Trainer compares that
+        if not written.config and name == "enabled":  # for fp8, accelerate writes bf16, which Trainer compares
             path, what = "mixed_precision", f"{args.mixed_precision} is not the type that the arguments ask for: {line}"
             fix = "use bf16 or fp16, the same in the YAML and in the arguments"
         found.append(Problem(path, what, fix, source))
@@ -391,10 +391,10 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """Return a problem about the first of these: a setting that the message names and the user
-    wrote; with a `file`, a key in `content` that the message names (by key or value), or the file;
-    without a `file`, a setting in `about` ("a b c") that the user wrote, another setting that the
-    message names, or TrainingArguments.
+    """Turn a library's error into a problem. Its subject is a setting that the message names and
+    the user wrote. If there is none, but a `file`, the subject is a key of its `content` that the
+    message names (by key or value), or the file. Without a `file`, it is a setting in `about`
+    ("a b c") that the user wrote, another setting that the message names, or TrainingArguments.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)

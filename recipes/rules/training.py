@@ -65,7 +65,7 @@ _REPORTED_BY = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "", "ten
 
 @rule
 def reports_have_their_packages(run):
-    """The run ends in `... requires ... to be installed` once model and data are loaded."""
+    """Without the package, the run ends after loading: `... requires ... to be installed`."""
     asked = [run["report_to"]] if isinstance(run["report_to"], str) else run["report_to"] or []
     for name in (name for name in asked if name in legal.names("report_to")):
         modules = _REPORTED_BY.get(name, name).split()
@@ -212,7 +212,7 @@ def _saves_in_shards(run: RunSpec) -> bool:
 def zero3_saves_whole_weights(run):
     """If zero3_save_16bit_model is off, ZeRO-3 prints a warning and saves no model.safetensors.
 
-    Under DeepSpeed's tensor parallelism this happens at any stage, and `zero_to_fp32.py` cannot
+    Under DeepSpeed's tensor parallelism the same holds at any stage, and `zero_to_fp32.py` cannot
     read the checkpoints either. In all cases train.py saves a whole model at the end.
     """
     divided = run.engine.zero_stage == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp > 1)

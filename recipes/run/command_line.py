@@ -97,7 +97,7 @@ def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
 
 
 def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> dict[str, Setting]:
-    """Return the settings with a known name and a legal value. Add the others to `problems`."""
+    """Return the settings with a known name and a legal value. Report the others in `problems`."""
     accepted = {}
     for name, value in values.items():
         known = legal.settings().get(str(name))
@@ -133,12 +133,12 @@ def unknown(name: str, source: str) -> Problem:
 
 
 def names_with_a_fix() -> set[str]:
-    """The names of settings, and the renamed, removed and misplaced names in `moved`'s tables."""
+    """The names of all settings, and the renamed, removed and misplaced names in moved.py."""
     return {*legal.settings(), *moved.RENAMED, *moved.ELSEWHERE}
 
 
 def belongs(name: str) -> str:
-    """Return the fix for a name that belongs elsewhere: another name, or its place; else empty."""
+    """Return the fix for a name that belongs elsewhere (another name or another place), or ''."""
     if name in legal.names("ddp") and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")

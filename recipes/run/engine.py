@@ -23,8 +23,8 @@ class Parallelism:
     Tensor parallelism gives several processes the same examples, so the data are divided over fewer
     groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would also do
     so, but a rule refuses both. With replicas and shards (HSDP) each process has its own examples.
-    `source` is the file, argument or launcher that sets the sizes, or empty. A value that is not a
-    whole number above 0 is read as 1; the probe or a rule reports the value.
+    `source` is the file, argument or launcher that sets the sizes, empty if none does. A value that
+    is not a whole number above 0 is read as 1; the probe or a rule reports the value.
     """
 
     dp_replicate_size: int = 1

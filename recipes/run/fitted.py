@@ -48,7 +48,7 @@ def with_fit(run: RunSpec) -> RunSpec:
 
 
 def batch(run: RunSpec, fit: Json) -> Batch | None:
-    """The batch of a fit for exactly this run; None for another fit, or another global batch."""
+    """Return the batch that `fit` found; None if it is of another run or another global batch."""
     if not fit or fit.get("holds_for") != identity(run):
         return None
     split = as_batch(run, fit)
@@ -56,6 +56,6 @@ def batch(run: RunSpec, fit: Json) -> Batch | None:
 
 
 def as_batch(run: RunSpec, fit: Json) -> Batch:
-    """Return the batch sizes that a fit has found, with the measured peak of memory as reason."""
+    """Return the batch sizes that `fit` found. The reason states the measured peak of memory."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
     return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason, FIT)

@@ -36,7 +36,7 @@ _EARLY = (*BATCH_FIELDS, *_OF_A_RECIPE, "model_name_or_path", "dataset_name", "u
 def find_recipe(name: str) -> Recipe:
     """Find the shipped recipe of this name, or read the recipe in the file of this name.
 
-    Raises `UserError` if there is no such recipe, or with the mistakes in its file.
+    Raises `UserError` if there is no such recipe, or if its file has mistakes.
     """
     if name in RECIPES:
         return RECIPES[name]()
@@ -116,7 +116,7 @@ def _run(file: str, function: Callable, *arguments: object) -> Any:
 def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
     """Check a recipe's name, purpose and changes, and find its engine's YAML.
 
-    Raises `UserError` with the given `problems` and the problems that are found here.
+    Raises `UserError` if there are problems: the given `problems`, or others that are found here.
     """
     file, changes = recipe.files[0], {}
     if recipe.name in RECIPES or not re.fullmatch(r"[\w.-]+", recipe.name):
@@ -135,7 +135,7 @@ def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
 
 
 def _change(name: str, value: Any, file: str) -> Value | None:
-    """Check one change, and return it as a `Value` of catalog.py. Raises `UserError`."""
+    """Return a change as a `Value` of catalog.py. Raises `UserError` if the change is illegal."""
     if name in _OF_A_RECIPE:
         return _of_a_recipe(name, value, file)
     if name not in legal.settings():
@@ -160,7 +160,7 @@ def _of_a_recipe(name: str, value: Any, file: str) -> Decision:
 
 
 def _decision(name: str, pair: Any, file: str) -> Decision:
-    """Convert a value to its setting's type, and check that it has a reason. Raises `UserError`."""
+    """Convert a pair's value to its setting's type. Raises `UserError` if value or pair is bad."""
     is_words = _is_pair(pair) and "list" in legal.settings()[name].types and isinstance(pair[0], str)
     if not _is_pair(pair) or (is_words and " " not in pair[1].strip()):  # [q_proj, v_proj] is a value, not a pair
         value = repr(pair) if isinstance(pair, (str, int, float)) else "value"

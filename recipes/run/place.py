@@ -18,7 +18,7 @@ class Place:
     """The processes of a run and their machine, before the launch or in a launched process.
 
     `world_size` counts all processes, `local_world_size` the processes of one node. If another
-    machine will train, `packages` are those known to be installed there; None means that the run
+    machine will train, `packages` are the packages known to be installed there; None: the run
     trains here. `yaml` is the engine of the Accelerate YAML that the user names for the launch, or
     None. `launched` is True in a launched process of train.py: its environment then shows the
     engine that the launcher has set up. `trained_by` is train.py, the user's own script, or nobody
@@ -56,7 +56,7 @@ def here(
     """Describe this machine. `known` are fields of `Place` that the caller knows already.
 
     The world size is the given one, else `num_processes` of the Accelerate YAML
-    `accelerate_config`, else 1. Raises `UserError` if the YAML is missing, empty or illegal.
+    `accelerate_config`, else 1. Raises `UserError` if the YAML is missing, empty or no mapping.
     """
     yaml = from_yaml(find_yaml(accelerate_config)) if accelerate_config else None
     size = world_size or max(1, (yaml and yaml.num_processes) or 1)  # a count below 1 counts as 1
@@ -81,7 +81,7 @@ def launch_yaml(recipe: Recipe, deepspeed: object) -> Path:
 
 
 def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine:
-    """The engine that trains or, for the user's own script, the engine to launch the script with.
+    """Return the engine that trains; for the user's own script, the engine to launch it with.
     `given` are the values that the user wrote. Raises `UserError` if a YAML cannot be read.
 
     The launch sets up an engine. train.py replaces that engine in two cases: the user gives
@@ -112,8 +112,8 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
 
 
 def _launched_engine(place: Place) -> Engine:
-    """The engine that a launcher has set up for this process, or else that of `single.yaml`. FSDP
-    needs GPUs in accelerate: on a CPU, an FSDP launch of several processes trains plain DDP.
+    """Return the engine that a launcher has set up for this process; without a launcher, one
+    process. On a CPU, accelerate trains plain DDP in an FSDP launch of several processes.
     """
     ignored = () if place.hardware.can_shard else ("ACCELERATE_USE_FSDP",)
     around = from_environment({name: value for name, value in place.environment.items() if name not in ignored})

@@ -1,9 +1,9 @@
 """Reads the settings of an earlier run from its run.json, to train the run once more.
 
 The new run gets the values that the user wrote, except secrets and flags for one start, such as
---fresh. The other values are derived again. If one would now differ (another library version, a
-limit of the model, a micro-batch that `--fit` found), the new run gets the recorded value, unless
-the value is a secret, a path or illegal here, or another machine decided it.
+--fresh. The other values are derived again. If a derived value would now differ (another library
+version, a limit of the model, a micro-batch that `--fit` found), the new run gets the recorded
+value, unless it is a secret, a path or illegal here, or unless another machine decided it.
 """
 
 import json
@@ -40,7 +40,7 @@ _DERIVED = (
 
 
 def file_of(path: str | Path) -> Path:
-    """The path of the run.json in an output folder; any other path unchanged."""
+    """Return the path of run.json in an output folder. A path that is no folder stays as it is."""
     return Path(path) / NAME if os.path.isdir(path) else Path(path)  # noqa: PTH112, Path's raises for a long name
 
 

@@ -74,7 +74,7 @@ class RunSpec(Mapping):
         return sum(1 for _ in self)
 
     def setting(self, name: str) -> Setting:
-        """Value, source and reason. Raises `KeyError` (unknown) or `UserError` (recipe's code)."""
+        """Return a setting. Raises `KeyError` if unknown, `UserError` if a recipe's code fails."""
         name = legal.ALIASES.get(name, name)
         if name in self.given:
             return self.given[name]
@@ -158,7 +158,7 @@ class RunSpec(Mapping):
         return replace(self, limits={**self.limits, name: Setting(value, "limit", reason)})
 
     def given_too(self, **settings: Any) -> RunSpec:
-        """Return the run as if the user had written these settings too. Engine and batch stay."""
+        """Return the run with these settings as if the user wrote them. Engine and batch stay."""
         given = {name: replace(self.setting(name), value=value) for name, value in settings.items()}
         return replace(self, given={**self.given, **given})
 

@@ -43,7 +43,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Return the changes for this size by gain, but first all that keep the global batch.
+    """Return the changes for this size, sorted by gain; those that keep the global batch lead.
 
     If noise hides the causes, the only possible advice is a smaller world size.
     """
@@ -121,7 +121,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     """Yield the smallest accumulation that brings communication to a tenth of a step.
 
     The global batch grows with the accumulation. Yield nothing above `_MOST_ACCUMULATION` times the
-    present accumulation, or if a step synchronises more than once, as each micro-batch then does.
+    present accumulation, or if a step synchronises more than once: every micro-batch then does.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
     each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command

@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from statistics import median, median_low, quantiles
 from typing import Any, TypeVar
 
-from recipes.scaling.causes import Losses, Training, losses_of
+from recipes.scaling.causes import LostTime, Training, lost_time_of
 from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing, of_median, together
 
 K = TypeVar("K")
 # The lowest efficiency of each band. A size that is slower than a smaller size is always negative.
 EXCELLENT, GOOD = 0.85, 0.70
 NEGATIVE = "negative scaling"
-# Epochs are the same work if their samples differ by at most this ratio. A dropped last batch makes
-# them differ.
+# Epochs are the same work if their samples differ by at most this ratio (dropped last batches).
 _SAME_WORK = 1.1
 _ONE_TIMING = 0.02  # the assumed relative error of a single timing, which only repeats could measure
 
@@ -46,7 +45,7 @@ class Size:
     off: float | None  # the relative error that the median may have, None for a single row
     accuracy: float | None
     typical: Timing
-    losses: Losses
+    losses: LostTime
     band: str = ""  # empty for the smallest size
     slower_than: int | None = None  # the number of processes of a smaller size that is faster
 
@@ -66,7 +65,7 @@ class Series:
     sizes: tuple[Size, ...]
     rows: tuple[Timing, ...]
     fixed: bool  # True if the work of a step or epoch is the same at every size
-    serial_fraction: float | None = None  # of Amdahl's law; None unless `fixed`, or if `_serial_fraction` is
+    serial_fraction: float | None = None  # of Amdahl's law; None if not `fixed`, or if `_serial_fraction` finds none
 
     @property
     def title(self) -> str:
@@ -143,13 +142,13 @@ def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list
 # --- Sizes ---------------------------------------------------------------------------------------
 
 
-def _series(key: tuple[str, str, str], own: list[Timing], same: Training) -> Series:
+def _series(key: tuple[str, str, str], own: list[Timing], training: Training) -> Series:
     """Return a series. Throughput is in samples, tokens or epochs: the first that all rows have."""
     count = next((count for count in ("samples", "tokens") if all(getattr(row, count) for row in own)), "")
     by_world = sorted(_grouped(own, lambda row: row.num_processes).items())
     sizes: list[Size] = []
     for _, rows in by_world:
-        sizes.append(_size(key, rows, by_world[0][1], sizes, same, count))
+        sizes.append(_size(key, rows, by_world[0][1], sizes, training, count))
     batches, samples = {size.typical.global_batch for size in sizes}, [size.typical.samples or 1 for size in sizes]
     alike = (len(batches) == 1 and None not in batches) or max(samples) <= _SAME_WORK * min(samples)
     fixed = alike and key[2] == "strong"
@@ -161,10 +160,10 @@ def _size(
     rows: list[Timing],
     base: list[Timing],
     smaller: Sequence[Size],
-    same: Training,
+    training: Training,
     count: str,
 ) -> Size:
-    """Return the `Size` of `rows`; `base` are the rows of the series' smallest world."""
+    """Return the `Size` of `rows`. `base`: the smallest world's rows. `count`: the unit of work."""
     world, typical = rows[0].num_processes, _typical(rows)
     typical = replace(typical, name=key[0], scaling=key[2], samples=typical.samples if count == "samples" else None)
     each, of_base = ([row.epoch_time / (getattr(row, count) if count else 1) for row in some] for some in (rows, base))
@@ -189,7 +188,7 @@ def _size(
         off=off,
         accuracy=max((row.accuracy for row in rows if row.accuracy is not None), default=None),
         typical=typical,
-        losses=losses_of(typical, same, rows),
+        losses=lost_time_of(typical, training, rows),
         band=named,
         slower_than=slower_than,
     )

@@ -1,7 +1,7 @@
 """The causes of lost time in a step, with the seconds that each cause costs.
 
 Lost time is a step's time minus a reference: with p processes, 1/p of one process's time for the
-batch, or else its time for 1/p of the batch. The step itself shows the seconds of data,
+batch or, if not measured, its time for 1/p of the batch. The step itself shows the seconds of data,
 communication, logging and saving; a comparison of computing times shows the other causes.
 """
 
@@ -15,7 +15,7 @@ from statistics import median
 
 from recipes.scaling.timings import Timing, of_median, together
 
-# A cause is named only if it takes this share of a step or more: a smaller loss may be noise.
+# A cause is named only if it takes this share of a step or more: a smaller share may be noise.
 WORTH_NAMING = 0.10
 HIDDEN = "hidden"  # three causes in one, for engines that run no step without communication
 CAUSES = {
@@ -60,7 +60,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Losses:
+class LostTime:
     """The time that a step loses. `causes` are sorted by lost time, the largest first.
 
     If data loading sets the pace, the causes that overlap with data loading come last.
@@ -77,14 +77,15 @@ class Losses:
         return [] if self.undecided else [cause for cause in self.causes if cause.large and cause.clear]
 
 
-def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Losses:
+def lost_time_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> LostTime:
     """Return the time that a step loses. `row` holds the medians of `repeats`.
 
-    Empty without a step time. A cause is left out if its value or its reference was not measured.
+    Without a step time, the result is empty. A cause is left out if its value or its reference was
+    not measured.
     """
     step = row.step_time
     if not step:
-        return Losses()
+        return LostTime()
     whole, share = training.alone(row.global_batch, row.micro_batch), training.alone(_share(row), row.micro_batch)
     found = [*_waits(row, step), *_slowdowns(row, step, whole, share)]
     several = row.num_processes > 1
@@ -101,11 +102,11 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
     lost = max(0.0, step - ideal) if ideal else None
     unexplained = None if lost is None else max(0.0, lost - sum(cause.seconds for cause in causes))
     reason = HIDDEN if hides and not bound else "no reference" if lost is None and several else ""
-    return Losses(tuple(causes), lost, unexplained, _undecided(causes, reason))
+    return LostTime(tuple(causes), lost, unexplained, _undecided(causes, reason))
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """Return "too noisy" if noise may hide the largest loss, "" if one is named, else `reason`."""
+    """Return "too noisy" if noise may hide the main cause, "" if one is named, else `reason`."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "too noisy"
@@ -151,7 +152,7 @@ def _exchange_words(row: Timing) -> str:
 
 
 def sets_the_pace(cause: Cause, row: Timing) -> bool:
-    """True if waiting for data workers is a `large` loss: a step then takes as long as loading.
+    """True if the wait for data workers is `large`: a step then takes as long as loading does.
 
     Workers load while a process computes and communicates, so the process waits only if loading
     takes longer than both together. Faster computing or communicating would then only lengthen the
@@ -270,7 +271,7 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield the time of both passes and the optimizer beyond `share`, the time of one process."""
+    """Yield the time of forward, backward and optimizer beyond `share`, one process's time."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)

@@ -27,7 +27,7 @@ def of(series: Series) -> list[str]:
 
 
 def verdict(size: Size, series: Series) -> str:
-    """Describe the speed of a size, its largest loss, and the measurements that are missing."""
+    """Describe a size's speed, its main cause of lost time, and measurements that are missing."""
     speedup, efficiency = size.speedup.median, size.efficiency
     text = "the reference."
     if size.band:
@@ -60,7 +60,7 @@ def _cause(size: Size) -> str:
 
 
 def _lead(cause: Cause, size: Size) -> str:
-    """Introduce the main cause. Write "most" only if it takes at least half of the lost time."""
+    """Introduce the main cause. Write "most" only if the cause takes half of the lost time."""
     lost, named = size.losses.lost, CAUSES[cause.key]
     if sets_the_pace(cause, size.typical):
         return "Data loading sets the pace"
@@ -108,7 +108,7 @@ def _beside_one(size: Size) -> str:
 
 def law(series: Series) -> str:
     """Name the best world size if a larger one is slower. Otherwise give the serial fraction, or
-    the reason that there is none; for weak scaling, outside Amdahl's law, return an empty text.
+    the reason why there is none. Empty for weak scaling, to which Amdahl's law does not apply.
     """
     sizes, serial, best = series.sizes, series.serial_fraction, series.best
     first, last = sizes[0].num_processes, sizes[-1].num_processes

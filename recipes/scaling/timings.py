@@ -121,7 +121,7 @@ def name_of(run: Settings) -> str:
 def read(files: Iterable[str | Path]) -> list[Timing]:
     """Return the rows of all files. Rows without a column `name` get the name of their file.
 
-    Raises `UserError` for an unreadable file, for the first mistake of each row, and without rows.
+    Raises `UserError` for an unreadable file, with the first mistake of each row, or for no rows.
     """
     rows: list[Timing] = []
     problems: list[Problem] = []
@@ -139,7 +139,7 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
 
 def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the non-empty rows of a file, each with its line number. Raises `UserError` if the
-    file cannot be read, or has neither .jsonl's form nor a column num_processes.
+    file cannot be read, or if it is no .jsonl and lacks the column num_processes.
     """
     number = 0
     try:

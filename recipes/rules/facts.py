@@ -146,7 +146,7 @@ def syncs_each_micro_batch(run: RunSpec) -> bool:
 
 
 def mapping(value: object) -> Json:
-    """Return `value` as a dict: a mapping, or the content of a JSON file. {} for anything else."""
+    """Return a mapping, or the content of the JSON file of that name, as a dict. Otherwise {}."""
     if isinstance(value, Mapping):
         return dict(value)
     return (read_json(value)[0] or {}) if isinstance(value, str) else {}

@@ -120,7 +120,7 @@ _UNREAD_BY_TRAIN_PY: tuple[tuple[str, Condition, str, str], ...] = (
 
 
 def _unread(setting: str, is_read: Condition, where: str, meant: str) -> Rule:
-    """Return a rule that advises against a setting that the user turned on and the run ignores."""
+    """Return the rule of a row in `_UNREAD`: advice against a setting that is on, but ignored."""
     return advice_row(
         f"{setting}_is_read", setting,
         lambda run: run.explicit(setting) and run[setting] not in (None, False, "", {}, []) and not is_read(run),

@@ -159,7 +159,7 @@ def coerce(value: object, known: legal.Field) -> Any:
     line has only text, and YAML reads `1e-5` as text.
     """
     types = known.types
-    if hasattr(value, "tp_size"):
+    if hasattr(value, "tp_size"):  # accelerate's ParallelismConfig
         return value
     value = _plain(value)
     if value is False and "no" in known.choices:

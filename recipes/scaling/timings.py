@@ -128,7 +128,7 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
     for file in map(Path, files):
         for number, cells in _cells(file):
             try:
-                rows.append(parse_row({"name": file.stem, **cells}, f"{file}, line {number}"))
+                rows.append(parse_row({**cells, "name": cells.get("name") or file.stem}, f"{file}, line {number}"))
             except UserError as error:
                 problems += error.problems
     raise_errors(problems)

@@ -42,7 +42,7 @@ TWO = [Timing(1, 100.0, name="mine"), Timing(2, 60.0, name="mine")]
         "empty rows of a spreadsheet": "num_processes,epoch_time\r\n1,100\r\n,\r\n2,60\r\n,\r\n",
         "other columns": "date,num_processes,epoch_time,note\nMonday,1,100,warm\nTuesday,2,60,\n",
         "cells without a column": "num_processes,epoch_time\n1,100,and,more\n2,60\n",
-        "columns not filled": "num_processes,epoch_time,samples,accuracy\n1,100,,\n2,60\n",
+        "columns not filled": "num_processes,epoch_time,samples,name\n1,100,,\n2,60\n",
     }.items(),
     ids=lambda item: item[0],
 )

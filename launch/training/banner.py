@@ -166,8 +166,8 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
-    """Add the row of `--measure`, print the summary and write the model card. Then release DDP or
-    DeepSpeed. All ranks call this after the run is recorded as finished. A failure is only noted.
+    """Add a row to the file of `--measure`, print the summary, write the model card, then release
+    DDP or DeepSpeed. All ranks call this once run.json says "finished". Failures are only noted.
     """
     out, timings = console(world.is_main), {}
     with only_noted(world):

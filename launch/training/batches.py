@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """Return how many examples are left for an epoch's last micro-batches, one per process; 0 or
-    less if no repeated examples fill these up.
+    """Return the number of examples in an epoch's last round of micro-batches (one per process), if
+    accelerate fills it up with repeated examples. Return 0 or -1 if accelerate repeats none.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -62,7 +62,7 @@ def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
 
 @dataclass
 class Places:
-    """The places in a stream where the workers of one rank resume.
+    """The positions ("places") in a stream where the workers of one rank resume.
 
     `of` maps each worker to the place of its next example. `turn` is the worker that yields the
     next batch. `round` is the epoch in which the stream begins if no place is known.
@@ -74,14 +74,14 @@ class Places:
 
     ranks: int  # number of ranks, or of groups that get the same examples
     workers: int  # of each rank, at least 1
-    shards: list[int]  # the number of shards of each part
+    shards: list[int]  # the number of shards of each part of the data
     turn: int = 0
     round: int = 0
     of: dict[str, Json] = field(default_factory=dict)
 
     def found_in(self, checkpoint: Path, rank: int, world: int) -> Places:
-        """Return the places that a checkpoint holds. If the number of readers or shards differs,
-        the shards are distributed differently, so the stream begins its next epoch instead.
+        """Return the places that a checkpoint holds. If the number of processes, workers or shards
+        has changed, shards are assigned anew, so the stream begins its next epoch instead.
         """
         held = {file.name: json.loads(file.read_bytes()) for file in checkpoint.glob(stream_file("*"))}
         own = held.get(stream_file(rank))
@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Move the stream's position from the batch to `self`. `StreamBroke` if it is an error."""
+        """Keep the place that the batch carries. Raises `StreamBroke` if a worker sent an error."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet
@@ -124,7 +124,7 @@ class Places:
 
 
 def _with_place(collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]) -> dict[str, Any]:
-    """Collate rows and add the place after the last row. If a row is an error, return the error."""
+    """Return the collated rows with the place after the last row, or the error that a row holds."""
     place = next((row[PLACE] for row in rows if isinstance(row[PLACE], Exception)), rows[-1][PLACE])
     if isinstance(place, Exception):
         return {PLACE: place}

@@ -98,8 +98,8 @@ class StopWhenRequested(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Prints one line per log of steps or evaluations. The last step is always logged, so that the
-    final loss is known even if the recipe logs rarely.
+    """Prints one line for each log of Trainer, also of an evaluation. Makes Trainer log the last
+    step, so that the final loss is known even if the recipe logs rarely.
     """
 
     began: float | None = None  # None in an evaluation without training
@@ -138,7 +138,7 @@ class StepTiming(TrainerCallback):
     """
 
     def __init__(self, cuda: bool, parts: bool = False) -> None:
-        self.durations: list[float] = []  # of steps that neither save, evaluate nor end an epoch
+        self.durations: list[float] = []  # seconds of each step that neither saves, evaluates nor ends an epoch
         self.steps_trained = 0
         self._started: float | None = None  # start of the current step; None after a save, an evaluation or an epoch
 

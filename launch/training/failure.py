@@ -49,8 +49,8 @@ class OutOfMemory(Failure):
 
 @contextlib.contextmanager
 def explained_by(run: RunSpec) -> Iterator[None]:
-    """Attach the run to an error that leaves this block. `report` then prints where the
-    run's values come from, and its newest checkpoint. Of nested blocks, the innermost run is kept.
+    """Attach the run to an error that leaves this block, so that `report` prints the sources of the
+    run's settings and the run's newest checkpoint. In nested blocks, the innermost run is kept.
     """
     try:
         yield
@@ -128,7 +128,8 @@ def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. Each rank prints its own `RankHangs`, `OutOfMemory`
     or `StreamBroke`. Rank 0 prints a stop or another `Failure`. The first rank of each node prints
     any other error, unless that rank only lost its connection. The other ranks print such an error
-    only if the launcher does not end them, because then no rank has failed before.
+    if torch elastic does not end them, because then no rank has failed earlier; without torch
+    elastic, if the error is not `met_by_all` ranks.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True

@@ -38,11 +38,11 @@ from recipes.run.files import existing_path, expanded
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, with a padding token if possible. Raises `UserError`."""
+    """Load the tokenizer, with a padding token if possible. `UserError` if it cannot be loaded."""
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
-    with _of_these_files(run, "tokenizer"):
+    with _loading(run, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(expanded(name)), **_origin(run))
     if tokenizer.pad_token is None:
         # Adding a new token would resize the embeddings.
@@ -67,8 +67,8 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     # With a cache, transformers ignores where the examples of a packed row begin. Multimodal models
     # read the setting of their text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
-    # Classifiers find a text's last token by the padding token, which is set only now: an embedding
-    # layer that is built with it as padding_idx never trains it, and it may be EOS.
+    # Classifiers find a text's last token by the padding token. It is set only after the model was
+    # built: an embedding layer never trains its padding_idx, and the padding token may be EOS.
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
         _require_valid_generation_config(run, model)
@@ -88,13 +88,13 @@ def _require_valid_generation_config(run: Settings, model: PreTrainedModel) -> N
         model.generation_config.validate(strict=True)
     except ValueError:
         model.generation_config.do_sample = True
-    with _of_these_files(run, "model"):
+    with _loading(run, "model"):
         model.generation_config.validate(strict=True)
 
 
 def _stop_after_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let `generate` stop at the special token that the chat template writes after an answer. Many
-    base models know only the end of a document: github.com/huggingface/open-r1/issues/603
+    base models stop only at the end of a document: github.com/huggingface/open-r1/issues/603
     """
     chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
     try:
@@ -141,7 +141,7 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
 
 
 def _refuses_flex(cls: type | None, config: Json) -> str:
-    """Return why a recipe should not choose flex attention for a model; empty if it may.
+    """Return the reason against flex attention for this model; empty if there is none.
 
     With dropout in attention, transformers raises `ValueError`. Heads need at least 16 dimensions
     in torch; above 128, torch's backward kernel exceeds the shared memory of many GPUs.
@@ -156,10 +156,10 @@ def _refuses_flex(cls: type | None, config: Json) -> str:
 
 
 def described(config: PreTrainedConfig) -> Json:
-    """Return a config.json's content. Values also appear under the names that all models share."""
+    """Return the configuration as a dict. GPT-2's `n_embd` is also there as `hidden_size`, etc."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
     content, text = {**config.to_dict(), **shared}, config
-    with contextlib.suppress(ValueError):  # MusicGen has two parts of text
+    with contextlib.suppress(ValueError):  # MusicGen has two text configurations
         text = config.get_text_config()
     return content if text is config else {**content, "text_config": described(text)}
 
@@ -193,7 +193,7 @@ def _size(parameter: torch.nn.Parameter) -> int:
 def load_config(
     run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None, problem_type: str | None = None
 ) -> PreTrainedConfig:
-    """Return the configuration of the model, with a classifier's `labels`. Raises `UserError`."""
+    """Return the configuration with a classifier's `labels`. `UserError` if it cannot be read."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
     if run["from_scratch"] and hasattr(config, "quantization_config"):
         del config.quantization_config  # describes weights that are not read
@@ -206,14 +206,14 @@ def load_config(
 
 def read_config(run: Settings) -> PreTrainedConfig:
     """Read the configuration from the folder or the Hub. Raise `UserError` if it is not valid."""
-    with _of_these_files(run, "model"):
+    with _loading(run, "model"):
         return AutoConfig.from_pretrained(str(expanded(run["model_name_or_path"])), **_origin(run))
 
 
 @contextlib.contextmanager
-def _of_these_files(run: Settings, what: str) -> Iterator[None]:
-    """Raise `UserError` in place of an error in this block, which reads `model_name_or_path`, but
-    not if memory ran out. Parsers and model classes raise any kind of error for unexpected files.
+def _loading(run: Settings, what: str) -> Iterator[None]:
+    """Turn any error while a "model" or "tokenizer" (`what`) is loaded into `UserError`, except if
+    memory ran out. Parsers and model classes raise any kind of error for unexpected files.
     """
     try:
         yield
@@ -237,7 +237,7 @@ def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     GPUs, ZeRO-3 draws other numbers. Under ZeRO-3, transformers before 5.23 does not scale GPT-2's
     residual projections.
     """
-    with _of_these_files(run, "model"):
+    with _loading(run, "model"):
         model = _built(run, config)
     # Constructors have drawn random numbers (not under ZeRO-3), so initialize again with the seed.
     for module in model.modules():
@@ -268,14 +268,14 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model, and the names of modules with new weights, except those in `_HEADS`."""
+    """Load the model. Also return the names of modules with new random weights, but no `_HEADS`."""
     options = {"dtype": getattr(torch, run["dtype"]), "ignore_mismatched_sizes": True} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
         if not is_deepspeed_zero3_enabled():  # ZeRO-3 places the weights itself and refuses a device map
             on_cpu = run["use_cpu"] or not torch.cuda.is_available()
             options["device_map"] = {"": "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))}
-    with _of_these_files(run, "model"):
+    with _loading(run, "model"):
         name = run["model_name_or_path"]
         if folder := existing_path(name):  # absolute: an adapter saves this path, and may be loaded from any folder
             name = str(folder.resolve())
@@ -328,7 +328,7 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
 # --- 4 bits and adapters --------------------------------------------------------------------------
 
 
-# peft trains a classifier's modules whole if their names end in one of these: `pre_classifier`.
+# peft trains a classifier's module whole, without LoRA, if its name ends so: `pre_classifier`.
 _HEADS = ("classifier", "score")
 _OTHER_HEADS = ("classification_head", "logits_proj", "sequence_summary")  # BART, T5; XLNet, XLM
 
@@ -349,9 +349,9 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
 
 def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()) -> torch.nn.Module:
     """Add LoRA to the model; raises `UserError` if peft refuses. Under mixed precision, the trained
-    weights are float32, except with FSDP or ZeRO-3. Modules with `new` random weights are trained
-    and saved whole: each load would draw other random values. The frozen weights keep the type
-    `dtype`, also in a 4-bit model: peft's own preparation would convert embeddings and head to
+    weights are float32, except with FSDP or ZeRO-3. `new` names modules with random weights. They
+    are trained and saved whole, because each load would draw other values. Frozen weights keep the
+    type `dtype`, also in a 4-bit model: peft's own preparation would convert embeddings and head to
     float32, and thereby all activations between the layers.
     """
     from peft import LoraConfig, TaskType, get_peft_model

@@ -24,7 +24,7 @@ from recipes.quiet import silence
 from recipes.run import RunSpec, Settings
 
 _FIRST, _SECOND = 5, 7  # tokens of the two examples, so that a block of 2, 4 or 8 tokens holds tokens of both
-_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # widths are divided by the first that leaves _LEAST_WIDTH and suits the heads
+_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # tried in turn: the twin's widths are divided by the first that works
 _LEAST_WIDTH = 16
 _MOST_WEIGHTS = 60_000_000
 _WIDTHS = re.compile(r"(size|dim|dims|rank|embd|inner|width|d_head|d_model|d_ff|d_ssm)$|^dim_|_dim_|intermediate")
@@ -70,9 +70,9 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
 
 
 def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
-    """True if the outputs of a row's second example depend on the first example. None if
-    gradients are not finite, or do not even show that the last token depends on the token before,
-    as after a layer norm over a single number.
+    """True if, in a batch of `rows` equal rows, the outputs of the second example depend on the
+    first example. None if gradients are not finite, or do not even show that the last token depends
+    on the token before it, as after a layer norm over a single number.
     """
     embedded = []
 
@@ -96,7 +96,7 @@ def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
 
 
 def _narrowed(value: Any, by: int, name: str = "") -> Any:
-    """Divide the widths in a configuration or in one of its values; keep few tokens and experts."""
+    """Divide the widths in a configuration, or in its value `name`; keep few tokens and experts."""
     if isinstance(value, PreTrainedConfig):
         for field, part in vars(value).items():
             setattr(value, field, _narrowed(part, by, field))
@@ -141,8 +141,8 @@ def _imitate_flash_attention(model: PreTrainedModel) -> None:
 
 
 def _flash_attention(module, query, key, value, attention_mask=None, scaling=None, cu_seq_lens_q=None, **_):
-    """Compute attention as a FlashAttention kernel does in a batch of several rows, within each
-    example. `cu_seq_lens_q` separates the examples; without it, each row is one example.
+    """Compute attention within each example, as a FlashAttention kernel does. `cu_seq_lens_q` lists
+    where the examples of all rows begin. If it is None, each row is one example.
     """
     rows, _, length, _ = query.shape
     example = torch.zeros(rows, length)

@@ -37,8 +37,7 @@ _OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_s
 
 def add_timings_row(run: RunSpec, world: World, trainer: RecipeTrainer, results: Json) -> bool:
     """Add a row to the file of `--measure`. Return False if no step was timed. All ranks call this.
-
-    Raises `UserError` if the row cannot be added.
+    Raises `UserError` if the file cannot be written.
     """
     if not trainer.timing.timed_steps:
         return False
@@ -124,7 +123,7 @@ def _command(run: RunSpec) -> str:
 
 
 def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]]]:
-    """Repeat the first timed step, with and without the collectives of gradients, and time it."""
+    """Time the first timed step again with and without gradient collectives, by `_compared`."""
     timing, wrapped = trainer.timing, trainer.model_wrapped
     bare, state = getattr(wrapped, "module", wrapped), trainer.accelerator.gradient_state
     batches, items = timing.first_batches
@@ -164,7 +163,8 @@ def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
     """Return the bandwidth (bytes/s) and the latency (s) of the link, from all-reduces of `size`
     bytes and of a few bytes, while nothing else runs.
 
-    The bandwidth is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md): S/t x 2(p-1)/p.
+    The bandwidth is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md): S/t x 2(p-1)/p, for S
+    bytes in t seconds between p processes.
     """
     tensors = (torch.zeros(max(1, size // 4), device=device), torch.zeros(2, device=device))
     for tensor in tensors:
@@ -200,9 +200,8 @@ def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.d
 
 
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> Json:
-    """Return Trainer's metrics, with speed in tokens, steady step time, peak memory and MFU.
-
-    Times are in seconds, memory in bytes. All ranks call this, because their tokens are added up.
+    """Return Trainer's metrics, with speed in tokens, steady step time, peak memory and MFU. Times
+    are in seconds, memory in bytes. All ranks call this, because their tokens are added up.
     """
     state, timing = trainer.state, trainer.timing
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
@@ -226,7 +225,7 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         **peak_memory(),
         "log_history": state.log_history,
     }
-    if steps < state.global_step:  # Trainer averages over this start alone; 5.17 divides by all steps
+    if steps < state.global_step:  # Trainer's mean is of the steps since the resume; 5.17 divides by all steps
         entries["train_loss"] = _mean_loss(state.log_history)
     if timing.step_time:
         entries["samples_per_second"] = run.batch.total / timing.step_time

@@ -111,7 +111,8 @@ class RecipeTrainer(CommittingTrainer):
 
     def make_readable(self, checkpoint: Path | None) -> None:
         """Convert the checkpoint if this number of processes cannot read it. All ranks call this
-        before `train` resumes. Raises `UserError` or `Failure` if the checkpoint is not converted.
+        before `train` resumes. Raises `UserError` if DeepSpeed cannot convert the optimizer, and
+        `Failure` if the conversion fails.
         """
         if self.any_world is not None:
             self.any_world.prepare(checkpoint)
@@ -153,9 +154,8 @@ class RecipeTrainer(CommittingTrainer):
         return 0
 
     def require_finite_weights(self) -> None:
-        """Raise `NotANumber` if a trained weight is NaN or infinite. No loss shows the last update.
-
-        All ranks call this, because under FSDP each rank sees only its own shards.
+        """Raise `NotANumber` if a trained weight is NaN or infinite after the last update, which no
+        loss shows. All ranks call this, because under FSDP each rank sees only its own shards.
         """
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
         broken = gather_object([name for name, weight in trained if not bool(torch.isfinite(weight).all())])
@@ -427,7 +427,7 @@ def build_trainer(
     """Create the Trainer of a run, with its data, metrics and callbacks.
 
     `identity` describes the run in the manifests of its checkpoints. Once `stop` is requested on
-    any rank, all ranks save and leave.
+    any rank, all ranks save and leave. `UserError` if `dataloader_drop_last` drops all examples.
     """
     end_workers_that_cannot_send()
     fewest = run.batch.micro * run.data_parallel_size if run["dataloader_drop_last"] else 0

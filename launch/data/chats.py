@@ -192,7 +192,7 @@ class _Template:
     def _require_whole(self) -> None:
         """Raise `UserError` if the template leaves out a message or the last answer's reasoning.
 
-        R1's template leaves out all reasoning; Qwen 3's, on purpose, that of earlier answers.
+        R1's template leaves out all reasoning; Qwen 3's, only the reasoning of earlier answers.
         """
         written = "".join(self.text.split())
         for number, message in enumerate(self.chat):

@@ -17,15 +17,15 @@ IDS = ("input_ids",)
 CHATS = (("messages",), ("conversations",), ("conversation",))  # OpenAI and TRL; ShareGPT; LMSYS and WildChat
 COMPLETIONS = ("prompt", "completion")
 ALPACA = ("instruction", "output")
-LEARNED_ONLY = {"assistant_only_loss": "messages", "completion_only_loss": "prompt and completion"}  # what a flag needs
+LEARNED_ONLY = {"assistant_only_loss": "messages", "completion_only_loss": "prompt and completion"}  # flag -> columns
 
 _FORMATS = "messages, conversations, prompt and completion, instruction and output, input_ids or a text column"
 _BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these first bytes
 
 
 def formats(run: Settings, columns: Collection[str]) -> list[Format]:
-    """List the formats that these columns allow; for a classifier, the text format alone. A row has
-    the first format whose last column is not null. `text` comes last; another text column, first.
+    """List the formats that these columns allow (for a classifier, only text). A row is read in the
+    first format whose last column is not null: `text` is tried last, another text field first.
     """
     text = run["dataset_text_field"]
     if run["task"] == "sequence_classification":
@@ -81,7 +81,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
 
 
 def require_columns(run: RunSpec) -> list[Problem]:
-    """Return the advice on the columns of local files. Raises `UserError` with all errors."""
+    """Check the columns of local files. Return the advice, or raise `UserError` with all errors."""
     return raise_errors(check_columns(run))
 
 

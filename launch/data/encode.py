@@ -164,7 +164,7 @@ def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Token
 
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
-    """Return token ids and labels unchanged, without the padding that the attention mask marks."""
+    """Return the row's own token ids and labels, without the tokens of attention mask 0."""
     ids, labels = row["input_ids"], row["labels"] if "labels" in row else row["input_ids"]
     mask = row.get("attention_mask") or [1] * len(ids if isinstance(ids, list) else ())
     if not all(isinstance(one, list) for one in (ids, labels, mask)) or len(mask) != len(ids):

@@ -79,7 +79,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
         return Target(MULTI, names)
     by_label = _classes(name, kind, values)
     names, numbers = list(by_label.values()), {label: number for number, label in enumerate(by_label)}
-    every = [*classes, *(one.lower() for one in classes)]  # the case counts only where it tells classes apart
+    every = [*classes, *(one.lower() for one in classes)]  # letter case matters only if it tells classes apart
     places = {label: one if one in every else one.lower() for label, one in by_label.items()}
     known = {label: every.index(one) % len(classes) for label, one in places.items() if one in every}
     if names and len({*known.values()}) == len(names):  # the model was trained on all these classes

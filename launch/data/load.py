@@ -56,7 +56,7 @@ def require_same(data: Data, world: World) -> None:
 
 
 def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
-    """Return the run's data, ready to train on. Raises `UserError` for the user's mistakes.
+    """Return the run's data, ready to train on. Raises `UserError` if it cannot be trained on.
 
     Tokenizing may take hours: one process of each node tokenizes, and the others wait. Call this
     before a process group is joined, because the group's time-outs would end the waiting processes.

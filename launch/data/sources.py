@@ -48,7 +48,7 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Return how many rows of each split to read from its start (inf: all). Raises `UserError`."""
+    """Return how many rows of each split to read (inf: all). `UserError` if a split is missing."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
         for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # at this size, even 1 % of the rows means all
@@ -69,7 +69,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """Resolve `train[:95%]` to row ranges; `rows` holds each split's size. Raises `UserError`."""
+    """Resolve `train[:95%]` by the splits' sizes, `rows`. `UserError` if there is no such split."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):
@@ -115,7 +115,7 @@ class Source:
 
     def tables(self, size: int, place: Json | None = None) -> Iterator[tuple[pyarrow.Table, Json]]:
         """Yield tables of `size` rows from `place` on, each with the place where it ends. Raises
-        `UserError` for wrong rows, and `StreamBroke` if the disk or the network fails.
+        `UserError` for malformed rows, and `StreamBroke` if the disk or the network fails.
         """
         if place is not None:
             self.rows.load_state_dict(place)

@@ -46,7 +46,7 @@ class Stream(torch.utils.data.IterableDataset):
     (`rows`), and the number of examples to skip after that state (`used`).
 
     Each worker of each rank is a reader with its own rows. `places` maps a worker to the place
-    where it resumes; others begin in epoch `first_round`. `turn` is the worker of the first batch.
+    where it resumes. Other workers begin in `first_round`. Worker `turn` yields the first batch.
     """
 
     parts: Sequence[Encoder]
@@ -106,7 +106,7 @@ class Stream(torch.utils.data.IterableDataset):
         of_parts = (self._of_part(number, reader, readers, first, at) for number, at in enumerate(place["parts"]))
         for window, found in enumerate(zip(*of_parts, strict=True), start=first):
             starts, tables = zip(*found, strict=True)
-            # Examples of all parts alternate by their shares, even if joined or not shuffled.
+            # Interleave the parts by their shares: joined and unshuffled examples keep this order.
             even = np.concatenate([(np.arange(len(table)) + 0.5) / len(table) for table in tables if len(table)])
             examples = self._in_rows(pa.concat_tables(tables).take(np.argsort(even, kind="stable")))
             order = np.arange(len(examples))
@@ -117,7 +117,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """From `first` on, yield each window's start in a part, and that part's examples."""
+        """For each window from `first` on, yield its start in part `number`, and its examples."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -133,7 +133,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield start, pa.concat_tables(taken)
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Endlessly yield a part's examples in tables, each with the place where it begins."""
+        """Yield tables of part `number` without end, from `at` on, each with its starting place."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
         with naming(encode.source.part.name if self.parts[1:] else ""):
@@ -169,7 +169,7 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     readers take turns in the rows. A reader is one data worker.
 
     Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
-    rows have an epoch number of their own; all workers of a process share that of `rows`.
+    rows have their own epoch number. All workers of a process share the epoch number of `rows`.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
@@ -178,7 +178,7 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
 
 def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """Open a part as a stream to train on. Its evaluation data is tokenized once and cached. Raises
-    `UserError` for anything that the user can correct.
+    `UserError` if a split is missing, or if the first rows cannot be read or encoded.
     """
     commit = sources.newest_commit(part.name)
     splits = sources.open_splits(run, part, commit, SHARDS)

@@ -112,7 +112,7 @@ class Encoder:
     source: Source
     run: Settings
     tokenizer: Any
-    embeddings: int  # how many of these tokens the model knows
+    embeddings: int  # how many of the tokenizer's tokens the model has embeddings for
 
     def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
         """Return the tokens of each row. `first` is the index of the first row; None if unknown.
@@ -151,9 +151,9 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
     """Yield the tokens of a source after `place`, table by table, each with the place after the
     table. `first` is the index, in the whole split, of the first row to yield.
 
-    From the second table on, the tokenizer's own threads do the work; processes took 50 % more
-    memory. Elsewhere `quiet_libraries` turns the threads off (not with --verbose), because a forked
-    process that uses them hangs. Chat templates, a sixth of the work, are rendered in one thread.
+    From the second table on, `workers` threads of the tokenizer do the work: processes took 50 %
+    more memory. Elsewhere `quiet_libraries` turns the threads off (not with --verbose), because
+    they hang in a forked process. Chat templates, a sixth of the work, are rendered in one thread.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start
@@ -184,7 +184,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """Return the tokens of a part: from the cache, or made now by one process of each node.
 
     The other processes wait without a deadline. If the first process fails, the next one resumes
-    after the last complete file, and soon fails too. Raises `UserError` for the user's mistakes.
+    after the last complete file, and soon fails too. `UserError` if reading or encoding fails.
     """
     if not part.name:  # the demonstration, which is small
         splits = {}

@@ -15,9 +15,8 @@ from recipes.errors import mistake, one_line
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write or replace a file atomically: after a crash it holds the old or the new content.
-
-    Creates the file's folder if it is missing.
+    """Write or replace a file atomically: after a crash it holds the old or the new content. The
+    file's folder is created if it is missing.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}-{os.getpid()}")

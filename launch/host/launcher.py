@@ -99,7 +99,7 @@ def _pass_on(number: int) -> None:
     _received.add(number)
     ranks = psutil.Process().children()
     if not ranks:  # no rank has started yet
-        os._exit(_exit_code_of_the_told())
+        os._exit(_exit_code_after_stop())
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             if kills:
@@ -113,13 +113,13 @@ def _exit_code_of(rank: int, code: int) -> int:
     if code >= 0:
         return code
     if _received or -code in SIGNALS:  # the rank did not handle the signal yet
-        return _exit_code_of_the_told()
+        return _exit_code_after_stop()
     why = ": the kernel kills a process when RAM runs out (see `dmesg`)" if -code == signal.SIGKILL else ""
     print(f"rank {rank} was {how_it_ended(code)}{why}", file=sys.stderr)
     return 128 - code
 
 
-def _exit_code_of_the_told() -> int:
+def _exit_code_after_stop() -> int:
     """Print why the run ends, because its ranks ended too early to print. Return the exit code."""
     interrupted = signal.SIGINT in _received
     print("interrupted" if interrupted else "told to stop: run the same command again to resume", file=sys.stderr)

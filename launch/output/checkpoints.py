@@ -147,9 +147,8 @@ def _described(file: Path) -> Json:
 
 
 def changes(folder: Path, files: Json) -> list[str]:
-    """Return a line for each file that differs from `files`, an earlier result of `described()`.
-
-    Every byte is read.
+    """Read each file, and return a line for each difference from `files`, which `described` made.
+    Missing and unreadable files count as different.
     """
 
     def of_file(name: str) -> str | None:
@@ -180,7 +179,7 @@ def numbered(output_dir: str | Path) -> list[Path]:
 
 
 def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """Return the newest checkpoint that can be resumed from, or None, and all newer, damaged ones.
+    """Return the newest valid checkpoint (or None), and all newer checkpoints, which are damaged.
 
     A checkpoint of another run than the folder's is treated as damaged. If the folder's run is not
     known, a checkpoint of any run is valid. Checkpoints up to step `after` are ignored.
@@ -297,10 +296,9 @@ def archive_damaged(path: Path) -> Path:
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints until `limit` are left (None: all). Keep `newest` and `best`.
-
-    Checkpoints are ordered by step. Trainer orders them by file time, which is wrong in a copied
-    folder or after a change of the clock. Checkpoints of another run stay.
+    """Delete the oldest checkpoints until `limit` are left (None keeps all), but never `newest` or
+    `best`. Checkpoints are ordered by step. Trainer orders them by file time, which is wrong in a
+    copied folder or after a change of the clock. Checkpoints of another run stay.
     """
     if limit is None or limit <= 0:
         return

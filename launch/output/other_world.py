@@ -152,7 +152,7 @@ class AnyWorld:
 
 @contextlib.contextmanager
 def read_by(reader: AnyWorld | None) -> Iterator[None]:
-    """In the block, Trainer loads DeepSpeed's checkpoints with `reader`, if any, not by itself."""
+    """In the block, Trainer loads DeepSpeed's checkpoints with `reader`, unless it is None."""
     from transformers import trainer
 
     theirs = trainer.deepspeed_load_checkpoint

@@ -1,4 +1,4 @@
-"""run.json, the record of a run: settings, environment, outcome. A resume ignores a damaged one."""
+"""run.json, the record of a run: settings, environment, outcome. A damaged record is ignored."""
 
 import contextlib
 import hashlib
@@ -122,7 +122,7 @@ FIELDS = {
 
 
 def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
-    """Return the identity of a run that begins now, from a checkpoint if the user names one."""
+    """Return a new run's identity, with the checkpoint (and its step) that the run begins from."""
     named = str(began_from.resolve()) if began_from else None
     return {"id": secrets.token_hex(8), "began_from": named, "began_at": began_at}
 
@@ -207,7 +207,7 @@ def kept_record(
 ) -> Iterator[Json]:
     """Write run.json with the status `running`; at the end of the block with `finished`,
     `preempted`, `interrupted`, `out_of_memory` or `failed`. Yields a dict, which the training fills
-    with the results. `classes` are the names of a classifier's outputs.
+    with the results. `data_commit` is the commit of Hub data, `classes` a classifier's class names.
 
     Rank 0 writes the file. If another rank runs out of memory, rank 0 sees only a lost connection.
     Then the other rank writes out_of_memory.json, from which rank 0 learns the status.
@@ -363,7 +363,7 @@ def by_accelerate(words: list[str]) -> bool:
 
 
 def _accelerate_config(launcher: list[str]) -> str | None:
-    """Return the Accelerate YAML that the launcher read: --config_file or the default; or None."""
+    """Return the Accelerate YAML (--config_file or the default) that the launcher read, or None."""
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
     words = ["--config_file" if word == "--config-file" else word for word in words]
     if "--config_file" in words[:-1]:

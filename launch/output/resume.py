@@ -135,7 +135,8 @@ def look_ahead(run: RunSpec) -> Earlier | None:
 def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
     """Return where to resume in the locked folder. `data_commit` is the commit of Hub data.
 
-    Renames damaged checkpoints, deletes incomplete ones. Raises `UserError` if the run is refused.
+    Renames damaged checkpoints, deletes incomplete ones. Raises `UserError` if this run can neither
+    begin nor continue in the folder.
     """
     old, named = record.read_intact(run["output_dir"]), _named(run)
     if finished := _finished(run, old):
@@ -198,7 +199,7 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
 
 
 def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[str] = ()) -> Earlier:
-    """Return how a run begins from the checkpoint that the user named; `UserError` if damaged."""
+    """Begin a run from the user's checkpoint `path`. Raises `UserError` if `path` is damaged."""
     checkpoint = inspect(path)
     if checkpoint.faults:
         fix = "leave --resume_from_checkpoint out: the newest valid checkpoint is found automatically"

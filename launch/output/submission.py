@@ -18,7 +18,7 @@ KEPT_HERE = (NAME, LOCAL_LOG, FIT)
 
 @dataclass(frozen=True)
 class Submission:
-    """A submitted job: `job` is the id or name that its target gave it, `log` a path or a URL."""
+    """A submitted job. `job` is the id or name that `target` gave to it, `log` a path or a URL."""
 
     target: str
     title: str
@@ -29,7 +29,7 @@ class Submission:
 
 
 def note(folder: Path, submission: Submission) -> None:
-    """Write the submission into the output folder. Raises `OSError`."""
+    """Write submission.json into the output folder. Raises `OSError` if the write fails."""
     record.write(folder, asdict(submission), NAME)
 
 

@@ -118,8 +118,8 @@ def _main(argv: list[str]) -> int:
 
 
 def _forget_launcher(name: str) -> None:
-    """Forget the world of another launcher, whose peers a single process would wait for. Raise
-    `UserError` if several processes of that launcher would each start a run of their own.
+    """Remove another launcher's RANK and WORLD_SIZE, because this process would wait for its peers.
+    Raise `UserError` if several processes of that launcher would each start a run of their own.
     """
     count = os.environ.get("WORLD_SIZE", "")
     if name in ("train", "fit", "rerun") and count not in ("", "1"):

@@ -176,8 +176,8 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the differences between two runs or recipes. A recipe is resolved with the number of
-    processes and the global batch in `options`, or else in the other run. Raises `UserError`.
+    """Print the differences between two runs or recipes. A recipe is resolved with num_processes
+    and global_batch_size of `options`, or else of the other run. `UserError` for an unknown name.
     """
     names = [options.a, options.b]
     records = {name: recorded.read(name, "RUN") for name in names if _is_run(name)}
@@ -201,7 +201,7 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print a comparison. Return 1 if no run meets all targets, else 0. Raises `UserError`."""
+    """Compare runs. Return 1 if no run meets all targets, else 0. `UserError` for unknown runs."""
     paths = [Path(word) for word in (options.first, *options.others)]
     names, records = _names_of(paths), [recorded.read(path, "RUN") for path in paths]
     rows, cells = differences(records), _result_rows(records)
@@ -340,7 +340,6 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
 
 def _margins(metric: str, wanted: str, records: list[Json]) -> list[float]:
     """Return each run's margin to a target: negative if missed, NaN if the run has no value.
-
     Raises `UserError` if no run has this result, or if `wanted` is not a number.
     """
     known = sorted({name for record in records for name in _numbers(record)})

@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Repeat a run, return the exit code. Raises `UserError`; with --exact, for differences too."""
+    """Repeat a run, and return the exit code. With --exact, a difference raises `UserError`."""
     record, file = recorded.read(options.folder, "RUN"), recorded.file_of(options.folder).resolve()
     typed = {name: setting.value for name, setting in parse(argv, []).items()}
     if "config" in typed:

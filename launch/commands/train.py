@@ -67,8 +67,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tokenize a run's data. For each part of the data, print the folder and how many examples and
-    tokens it holds. With --show, also print examples as the training sees them. Raises `UserError`.
+    """Tokenize a run's data, and print each part's folder, examples and tokens. With --show, also
+    print examples as the training sees them. Raises `UserError` if the run or its data is unusable.
     """
     StopRequest().listen()
     run = resolve(argv)
@@ -103,8 +103,7 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     """Replace this process by the launcher of the run, which exits with train.py's exit code.
-
-    Raises `UserError` with every problem.
+    Raises `UserError` with every problem of the run.
     """
     require_launcher()
     yaml = options.accelerate_config
@@ -138,7 +137,7 @@ def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def in_own_yaml(name: str | None) -> int | None:
-    """Return `num_processes` of the user's own Accelerate YAML, or None. Raises `UserError`."""
+    """Return `num_processes` of a YAML of the user's own, or None. `UserError` if it is missing."""
     if name is None:
         return None
     file = find_yaml(name)

@@ -68,7 +68,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the metrics of Trainer's evaluation, without times and speeds. Raises `UserError`."""
+    """Print an evaluation's metrics, but no times or speeds. `UserError` without held-out data."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics = _evaluated(Path(options.folder), argv, scratch)
     rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if is_figure(name) and name != "epoch"]
@@ -195,7 +195,9 @@ def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
 
 
 def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Merge and write; return 0, or 1 if merging changes logits too much. Raises `UserError`."""
+    """Merge an adapter into its base model, and save the result. If logits change too much, save
+    nothing and return 1, else return 0. Raises `UserError` if the folder holds no adapter.
+    """
     folder, out = Path(options.folder), console()
     output = Path(options.output or folder / "merged")
     if not (folder / "adapter_config.json").is_file():

@@ -93,7 +93,7 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
 
 
 def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
-    """Return the number in the first variable that is set, else the default. Raises `UserError`."""
+    """Return the number in the first set variable, or `default`. `UserError` for another text."""
     name = next((name for name in names if environment.get(name)), "")
     if name and not environment[name].isdigit():
         raise mistake(name, f"{environment[name]!r} is not a whole number", "use the flag: see --help", "environment")

@@ -96,9 +96,8 @@ def main(folder: str) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    """Return the type, the first and the last line of an error, without the traces of torch.
-
-    The last line holds NCCL's own message.
+    """Return the type, the first and the last line of an error, without the traces of torch. The
+    last line holds NCCL's own message.
     """
     text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error).partition("Exception raised from")[0])
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]

@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 10  # to wait for the answer of a node that has joined
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
-    """Check loopback, unless a check was fatal. With several nodes, check their links too."""
+    """Check loopback, unless an earlier check was fatal. With several nodes, check their links."""
     if not any(check.fatal for check in earlier):
         yield loopback()
     if meeting.request.nodes > 1:
@@ -236,8 +236,9 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
 
 
 def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
-    """Return why nodes cannot meet, and the fix, or None. Raises `OSError` if node 0 is unreachable
-    or cannot listen. Each node tries its link to the next node, unless a node is `fatal`.
+    """Return the reason that nodes cannot meet, and the fix; None if all meet. Raises `OSError` if
+    node 0 is unreachable or cannot listen. Each node tries its link to the next node, unless a
+    check was `fatal` on one of the nodes.
     """
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
     socket.getaddrinfo(request.address, None, family=socket.AF_INET)

@@ -71,9 +71,9 @@ class _Attempts:
     failed: list[int] = field(default_factory=list)
 
     def worst(self, own: StageFailure | None, failed: bool = False) -> StageFailure | None:
-        """Return the failure, on any node, that explains the others; None if there is no failure.
-
-        A rank killed from outside comes first, then the earliest stage. `by_another` comes last.
+        """Exchange the nodes' failures (`own` is this node's). Return the failure that explains all
+        other failures, or None: a rank that was killed from outside comes first, then the failure
+        at the earliest stage, and last a failure that is only `by_another`.
         """
         this, later = self.meeting.request.machine_rank, max(0.0, self.meeting.request.seconds_left) + _LATER
         said = self.meeting.exchange(later, failure=own and asdict(own), failed=failed)
@@ -112,7 +112,7 @@ class _Attempts:
         return again.check(self.remedy(again.fix) if again.stage in OF_LINKS and not again.by_signal else "")
 
     def remedy(self, cause: str) -> str:
-        """Return `export` lines with which the ranks communicate, or why no switch is the fix."""
+        """Return `export` lines that let the ranks communicate, or text that says why none do."""
         request, tried, sets = self.meeting.request, 0, switch_sets(self.meeting.request)
         while tried < len(sets) and request.seconds_left > 0:
             switches, tried = sets[tried], tried + 1

@@ -112,13 +112,13 @@ def examples(step: int, rank: int, setup: Setup) -> torch.Tensor:
 
 
 def measure(topic: str, setup: Setup, rank: int) -> Json:
-    """Measure each variant's peak memory in one step. Then measure the steps of all in turn.
+    """Measure each variant's peak memory in one step. Then time steps of all variants in turn.
 
     Each row has: `seconds`, the median of an optimizer step, and `off`, its relative error;
     `peak_bytes`; `synchronisations` and `sent_bytes` (given to the all-reduce) per step;
     `gradient`, the norm of the optimizer's first gradient, as if `gradients_of` were 0;
-    `difference`, its relative difference from the first row's; `lost`, the share of the first row's
-    nonzero gradient values that are 0 in this row; `loss` at the end, None if it is not finite.
+    `difference`, this gradient's relative distance from the first row's; `lost`, the share of the
+    first row's nonzero gradient values that are 0 here; `loss` at the end, None if not finite.
     """
     variants, gradients_of = TOPICS[topic].variants, TOPICS[topic].gradients_of
     smaller = max(1, gradients_of // (SEQUENCES * setup.tokens))

@@ -130,9 +130,8 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
 
 
 def _tokenize(run: RunSpec) -> None:
-    """Tokenize the data for all probes, after the checks that need no tokens.
-
-    Probes must not tokenize. If tokenizing filled the RAM, a micro-batch would seem too large.
+    """Tokenize the data for all probes, after the checks that need no tokens. Probes must not
+    tokenize. If tokenizing filled the RAM, a micro-batch would seem too large.
     """
     from launch.data.tokens import of_parts
     from launch.output.resume import look_ahead
@@ -150,7 +149,9 @@ def _tokenize(run: RunSpec) -> None:
 
 
 def _probe(request: Json, world: World, port: int) -> Json:
-    """Try a micro-batch on all ranks. Return the joint result. Raises `UserError` or `Failure`."""
+    """Try a micro-batch on all ranks, and return the joint result. Raises `UserError` if a rank
+    reports a user's mistake, and `Failure` if a rank fails for a reason other than memory.
+    """
     verdicts = world.gather(_probe_here(request, world, port))
     for problems in (verdict["problems"] for verdict in verdicts if verdict["kind"] == "mistake"):
         raise UserError(*(Problem(**problem) for problem in problems))
@@ -203,10 +204,9 @@ def _without_answer(child: processes.Child) -> Json:
 
 
 def main(folder: str) -> None:
-    """Take two steps of the requested run, and answer with the result on this rank.
-
-    If memory runs out, the process ends at once, because leaving the process group would wait for
-    other ranks, which wait for this rank.
+    """Take two steps of the requested run, and answer with the result on this rank. If memory runs
+    out, the process ends at once, because leaving the process group would wait for other ranks,
+    which wait for this rank.
     """
     from launch.data.load import load_data
     from launch.training.model import known_classes, load_tokenizer, with_model

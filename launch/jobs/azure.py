@@ -99,7 +99,7 @@ class Azure(Target):
     workspace_name: str | None = flag(None, "name of the workspace [from the same config.json]")
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return the job's nodes with one assumed GPU per process: they are not visible here."""
+        """Return the job's nodes, which are not visible here, with one assumed GPU per process."""
         processes = processes or 1
         hardware = Hardware((ASSUMED_GPU,) * processes, cores=8 * processes)
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)

@@ -71,7 +71,7 @@ def submit(
 
 
 def refuse_while_in_use(folder: Path) -> None:
-    """Raise `UserError` while a run submitted to this folder waits or runs: another would fail."""
+    """Raise `UserError` if a run submitted here waits or runs, because a second run would fail."""
     earlier = submitted(folder)
     if earlier is None:
         return
@@ -162,14 +162,14 @@ def submitted(folder: Path) -> Submission | None:
 
 
 def rows(folder: Path) -> list[list[str]]:
-    """Return folder, target, state and last log line per run, newest first. Raises `UserError`."""
+    """List each run's folder, target, state, last log line, newest first. `UserError` if no run."""
     return [[str(run), *_described(run)] for run in _runs_in(folder)]
 
 
 def newest(folder: Path) -> tuple[Path, Submission]:
     """Return the folder and the submission of the newest submitted run in a folder.
 
-    Raises `UserError` if there is none.
+    Raises `UserError` if the folder has no submitted run.
     """
     for run in _runs_in(folder):
         if submission := submitted(run):
@@ -179,7 +179,7 @@ def newest(folder: Path) -> tuple[Path, Submission]:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return `folder` and the folders in it that hold a run, newest first. Raises `UserError`."""
+    """List the runs in `folder` (itself included), newest first. `UserError` if there is no run."""
     runs = [run for run in (folder, *folder.glob("*")) if (run / NAME).is_file() or (run / record.NAME).is_file()]
     if not runs:
         raise mistake("FOLDER", f"no run was submitted or started in {folder}", "give the --output_dir of a run")

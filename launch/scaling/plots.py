@@ -59,8 +59,7 @@ class Picture:
 
 
 def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> list[Picture]:
-    """Draw the pictures of the training `name`, except those for which `series` has no values.
-
+    """Draw the pictures of the training `name`, except pictures for which `series` has no values.
     The caller checks that matplotlib is installed.
     """
     import matplotlib

@@ -201,7 +201,7 @@ def tables(found: Findings) -> dict[str, DataFrame]:
         every |= {
             series.title: results(series),
             f"{series.title}: parts of an optimizer step, ms": _step_parts(series),
-            f"{series.title}: time lost in an optimizer step, ms": _losses(series),
+            f"{series.title}: time lost in an optimizer step, ms": _lost_times(series),
         }
     return {caption: cells for caption, cells in every.items() if len(cells.columns) > 1}
 
@@ -232,7 +232,7 @@ def _step_parts(series: Series) -> DataFrame:
     return _table(series, {name: [*map(_milliseconds, column)] for name, column in seconds.items()})
 
 
-def _losses(series: Series) -> DataFrame:
+def _lost_times(series: Series) -> DataFrame:
     """Return a table of the time that a step loses to each known cause, in milliseconds."""
     every = [size.losses for size in series.sizes]
     of_causes = [{cause.key: cause.seconds for cause in one.causes} for one in every]

@@ -202,7 +202,7 @@ def _measure_in_turns(
 
 
 def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, repeat: int) -> Timing | None:
-    """Measure one run and keep only its log. If it fails, print the log's end and return None."""
+    """Measure a run and keep only its log. If the run fails, print the log's end, return None."""
     log = folder / "logs" / f"{re.sub('[^A-Za-z0-9]+', '-', point.title)}-{repeat}.log"
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         job = _job(point, argv, steps, Path(place))
@@ -255,7 +255,9 @@ def _before_and_after(size: Size, advice: Advice) -> list[Point]:
 
 
 def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, Size]:
-    """Return the largest size that matches the flags, strong scaling first. Raises `UserError`."""
+    """Return the size that matches the flags. Prefer strong scaling, then the largest size. Raises
+    `UserError` if no size matches.
+    """
     found = [
         (series, size)
         for series in every
@@ -272,9 +274,8 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
 
 
 def _find(key: str, advice: list[Advice], size: Size) -> Advice:
-    """Return the advice with this key, or the first advice if the key is empty.
-
-    Only advice that changes flags or the world size is tried. Raises `UserError` if there is none.
+    """Return the advice with this key, or the first advice if the key is empty. Only advice that
+    changes flags or the world size is tried. Raises `UserError` if there is no such advice.
     """
     ready = [one for one in advice if one.flags or one.num_processes != size.num_processes]
     found = next((one for one in ready if key in ("", one.key)), None)

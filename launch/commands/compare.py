@@ -65,7 +65,7 @@ class Row(NamedTuple):
     """A setting, or another fact about a run, and its value in each of one or more records.
 
     `part` is the setting's source; if the records' sources differ, the closest to the command line.
-    For other facts, it is a group, such as machine. `entries`: value, source, reason, by record.
+    For other facts, `part` is a group, such as machine. An entry has value, source and reason.
     """
 
     part: str

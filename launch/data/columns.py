@@ -25,7 +25,8 @@ _BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these firs
 
 def formats(run: Settings, columns: Collection[str]) -> list[Format]:
     """List the formats that these columns allow (for a classifier, only text). A row is read in the
-    first format whose last column is not null: `text` is tried last, another text field first.
+    first format whose last column is not null. The column `text` is tried last, but a text column
+    of another name is tried first.
     """
     text = run["dataset_text_field"]
     if run["task"] == "sequence_classification":

@@ -40,7 +40,7 @@ def encode_rows(
     """Return the tokens and labels of each row; empty lists for a row that `_read` leaves out.
 
     With `first`, the index of the first row in its split, a `UserError` names the row.
-    The model knows `embeddings` tokens, perhaps fewer than the tokenizer.
+    `embeddings` is the number of the model's embeddings, perhaps fewer than the tokenizer's tokens.
     """
     known = formats(run, features)
     names = {*chain(*known), *_BESIDE} & {*features}

@@ -38,7 +38,6 @@ class Target:
 
     def encode(self, label: Any) -> int | float | tuple[float, ...]:
         """Convert a label for a batch: to a class's index, a number, or a number for each class.
-
         Raises `LookupError`, `TypeError` or `ValueError` for a label unlike the training labels.
         """
         if self.problem_type == SINGLE:

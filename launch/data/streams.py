@@ -46,7 +46,7 @@ class Stream(torch.utils.data.IterableDataset):
     (`rows`), and the number of examples to skip after that state (`used`).
 
     Each worker of each rank is a reader with its own rows. `places` maps a worker to the place
-    where it resumes. Other workers begin in `first_round`. Worker `turn` yields the first batch.
+    where it resumes. Others begin in epoch `first_round`. Worker `turn` yields the first batch.
     """
 
     parts: Sequence[Encoder]
@@ -165,8 +165,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
-    """Return a reader's shards, its index among the readers of these shards, and how many such
-    readers take turns in the rows. A reader is one data worker.
+    """Return a reader's shards, its index among the readers that share these shards, and the number
+    of these readers, which take turns in the rows. A reader is one data worker.
 
     Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
     rows have their own epoch number. All workers of a process share the epoch number of `rows`.

@@ -44,7 +44,7 @@ from recipes.run.files import read_json
 NOTHING = np.iinfo(np.int32).max  # the `first_learned` of a row with nothing to learn
 UNIT_BYTES = 50_000_000
 ROWS_AT_ONCE = 256
-PIECE_BYTES = 2_000_000  # of rows per tokenizer call, which takes a hundred times as much memory
+PIECE_BYTES = 2_000_000  # of rows in one tokenizer call, which takes a hundred times as much memory
 
 _SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # the settings that encoding reads
 _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_length")
@@ -143,7 +143,7 @@ def encoder_of(run: RunSpec, tokenizer, part: Part, rows: IterableDataset) -> En
 
 
 def _known(run: RunSpec, tokenizer) -> int:
-    """Return how many of the tokenizer's tokens the model knows."""
+    """Return how many of the tokenizer's tokens the model has embeddings for."""
     return min(len(tokenizer), text_config(run.model or {}).get("vocab_size") or len(tokenizer))
 
 

@@ -152,7 +152,7 @@ class Meeting:
 
     def __init__(self, request: Request) -> None:
         self.request, self.port, self.round = request, free_port(), 0
-        self.changed = threading.Condition()  # guards the next two, which only node 0 uses:
+        self.changed = threading.Condition()  # guards `heard` and `closed`, which only node 0 uses
         self.heard: dict[int, list[Json | None]] = {}  # by round, then by node
         self.closed = 0  # the last round that is over
 

@@ -150,7 +150,7 @@ def _tokenize(run: RunSpec) -> None:
 
 def _probe(request: Json, world: World, port: int) -> Json:
     """Try a micro-batch on all ranks, and return the joint result. Raises `UserError` if a rank
-    reports a user's mistake, and `Failure` if a rank fails for a reason other than memory.
+    reports a user's mistake, and `Failure` if a rank fails while no rank is out of memory.
     """
     verdicts = world.gather(_probe_here(request, world, port))
     for problems in (verdict["problems"] for verdict in verdicts if verdict["kind"] == "mistake"):

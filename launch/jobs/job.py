@@ -165,7 +165,7 @@ def one_of(choices: str, help: str, default: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """Where jobs are sent, such as Slurm. A subclass is a frozen dataclass of its flags.
+    """A place to which jobs are sent, such as Slurm. Each subclass is a dataclass of its own flags.
 
     The class methods answer questions about a submitted job. Unless a subclass overrides
     `print_log`, the log must be a file that this machine can read.

@@ -164,7 +164,7 @@ def changes(folder: Path, files: Json) -> list[str]:
 
 
 def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
-    """Return `work` of each item, in order. One thread cannot saturate a fast or network disk."""
+    """Return the result of `work` for each item. One thread cannot saturate a fast disk."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(work, on))
 

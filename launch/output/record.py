@@ -51,7 +51,7 @@ CHANGES_COURSE = (
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
     "label_smoothing_factor neftune_noise_alpha lora_dropout bf16 fp16 tf32 early_stopping_patience"
 ).split()
-# A run that compares its evaluations keeps these settings.
+# A resume refuses new values of these settings if the run compares its evaluations.
 COMPARES_BY = ("metric_for_best_model", "greater_is_better", "dataset_test_split")
 # The setting that names an input of a run -> the field of the record with its fingerprint.
 MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}
@@ -133,7 +133,7 @@ class Earlier:
 
     `checkpoint` is the checkpoint to resume from. `finished` is True if nothing is left to train.
     `notes` are lines to print. `kept` holds the fields that the new record copies from the old one.
-    `identity` is that of the resumed run or, without a checkpoint, a new one.
+    `identity` is the identity of the resumed run or, without a checkpoint, a new identity.
     """
 
     checkpoint: Path | None = None
@@ -188,7 +188,7 @@ def write(folder: str | Path, content: Json, name: str = NAME) -> None:
 
 
 def note_out_of_memory(folder: Path, facts: Json) -> None:
-    """Write out_of_memory.json, and the status in run.json: rank 0 may hang until it is killed."""
+    """Write out_of_memory.json, and run.json's status: rank 0 may hang, and write no status."""
     with contextlib.suppress(OSError):
         write(folder, facts, OUT_OF_MEMORY)
         if (record := read(folder)).get("status") == "running":

@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Keep the place that the batch carries. Raises `StreamBroke` if a worker sent an error."""
+        """Take the place out of a batch, and keep it. `StreamBroke` if a worker sent an error."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet

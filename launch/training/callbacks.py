@@ -144,7 +144,7 @@ class StepTiming(TrainerCallback):
 
         self.on = parts
         self.seconds: Counter[str] = Counter()  # part -> sum of its seconds over the timed steps
-        self.sent: tuple[int, int, int] | None = None  # one step's gradient exchanges, collectives and bytes
+        self.sent: tuple[int, int, int] | None = None  # counts of one step: gradient exchanges, collectives, bytes
         # Micro-batches and number of items of the first timed step; the last step may be shorter.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
         self._cuda = cuda
@@ -198,7 +198,7 @@ class StepTiming(TrainerCallback):
         self._marks.append((part, now))
 
     def begin_step(self) -> None:
-        """Start to profile before the last warm-up step, and to time parts after the warm-up."""
+        """Profile the last warm-up step, and time the parts of every step after the warm-up."""
         if self.on and self.steps_trained == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
@@ -236,12 +236,12 @@ class StepTiming(TrainerCallback):
         self._fold()
 
     def finish(self) -> None:
-        """Add up the remaining parts after the last step, and ignore later marks."""
+        """After the last step, add up the seconds of its parts, and ignore later marks."""
         self._fold(wait=True)
         self.on = False
 
     def _fold(self, wait: bool = False) -> None:
-        """Add up the parts that the GPU has finished. With `wait`, wait for all parts."""
+        """Add up the seconds of the parts that the GPU has finished. With `wait`, wait for all."""
         if wait and self._cuda:
             torch.cuda.synchronize()
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):

@@ -128,8 +128,8 @@ def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. Each rank prints its own `RankHangs`, `OutOfMemory`
     or `StreamBroke`. Rank 0 prints a stop or another `Failure`. The first rank of each node prints
     any other error, unless that rank only lost its connection. The other ranks print such an error
-    if torch elastic does not end them, because then no rank has failed earlier; without torch
-    elastic, if the error is not `met_by_all` ranks.
+    if torch elastic does not end them, because then no rank has failed earlier. Without torch
+    elastic, they print the error unless all ranks meet it (`met_by_all`).
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True
@@ -208,7 +208,7 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     ]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
-    # Remove flags that prevent a resume from the newest checkpoint; override such values in a file.
+    # These flags prevent a resume from the newest checkpoint: remove them, or override a file's.
     resumed = {
         name: None if run.setting(name).source == COMMAND_LINE else value
         for name, value in {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}.items()

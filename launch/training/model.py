@@ -81,8 +81,8 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
 
 def _require_valid_generation_config(run: Settings, model: PreTrainedModel) -> None:
     """Set `do_sample` in a generation config that transformers refuses to save, such as Vicuna's:
-    github.com/huggingface/transformers/issues/29988. Raise `UserError` if that does not help: the
-    refusal would end the run at its first checkpoint.
+    github.com/huggingface/transformers/issues/29988. Raise `UserError` if transformers still
+    refuses, because the refusal would end the run at its first checkpoint.
     """
     try:
         model.generation_config.validate(strict=True)

@@ -1,7 +1,7 @@
 """A test that a model keeps the examples of a packed row apart.
 
 The test runs a model, because its source code may mislead. OPT accepts position_ids, but every
-token attends to all earlier tokens. Layers with a state (Mamba, LFM2) keep it across examples.
+token attends to all earlier tokens. Layers with a state (Mamba, LFM2) mix examples in it.
 
 The test runs on a narrow copy, the twin, with random weights, before the model is loaded.
 FlashAttention is imitated, because it has no CPU version. The model mixes examples if any gradient

@@ -179,7 +179,7 @@ def _slowest(ranks: list[list[float]]) -> list[float]:
 
 
 def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.device) -> list[list[list[float]]]:
-    """Return the seconds of each function in `works`, by process and try. The functions take turns,
+    """Return seconds, indexed by function in `works`, process and try. The functions take turns,
     and all processes begin a function together.
     """
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None

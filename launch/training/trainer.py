@@ -65,7 +65,7 @@ class RecipeTrainer(CommittingTrainer):
     _items: Any = None  # the number of items in the last step or evaluation batch
     _checkpoint: str | None = None  # the checkpoint that was saved or read last
     _owed: bool = False  # True if a stop cut short the evaluation of the checkpoint
-    _last_round: int = -1  # from examples_in_last_round
+    _last_round: int = -1  # examples_in_last_round of the current epoch
     _places: Places | None = None  # for a stream only
 
     def __init__(self, *args, run: Settings | None = None, any_world: AnyWorld | None = None, **kwargs) -> None:
@@ -128,8 +128,8 @@ class RecipeTrainer(CommittingTrainer):
         self._last_round = examples_in_last_round(kwargs["train_dataloader"])
         set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         group = self.args.process_index // self.get_tp_size()
-        # Each rank gets its own dropout masks (transformers#31412), but not earlier: accelerate
-        # shuffles by the seed it finds. A checkpoint's random state is loaded later.
+        # Seed each rank's own dropout masks (transformers#31412) only here, because accelerate has
+        # taken its seed for shuffling by now. A checkpoint's random state is loaded later.
         if group and not self.timing.steps_trained:
             torch.manual_seed(self.args.seed + group)
         return super()._run_epoch(*args, **kwargs)
@@ -175,7 +175,7 @@ class RecipeTrainer(CommittingTrainer):
         return places.loader(self.train_dataset, self.data_collator, args.process_index // sharing, args)
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
-        """Return a loader of every held-out example: `dataloader_drop_last` is for training."""
+        """Return a loader of all held-out examples: `dataloader_drop_last` applies to training."""
         drops, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
             return super().get_eval_dataloader(*args, **kwargs)
@@ -240,7 +240,7 @@ class RecipeTrainer(CommittingTrainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums, self._evaluated = torch.tensor(self._evaluated, dtype=torch.float64, device=self.args.device), None
         if self._items is not None:
-            # With `average_tokens_across_devices`, the items are of all ranks, else of this one.
+            # `_items` counts all ranks with `average_tokens_across_devices`, else only this rank.
             total, items = self.accelerator.reduce(sums, "mean").tolist()
             if items:
                 output.metrics[f"{metric_key_prefix}_loss"] = total / items
@@ -256,7 +256,7 @@ class RecipeTrainer(CommittingTrainer):
         return loss, logits[0] if isinstance(logits, tuple) else logits, labels
 
     def evaluate(self, *args, **kwargs):
-        """Evaluate as Trainer does. A stop request saves an unsaved step and raises `Preempted`."""
+        """Evaluate as Trainer does. If asked to stop, save this step, and raise `Preempted`."""
         try:
             metrics = super().evaluate(*args, **kwargs)
         except StoppedInEvaluation:
@@ -291,7 +291,7 @@ class RecipeTrainer(CommittingTrainer):
         self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as Trainer does, but the final model whole, even if checkpoints are in shards."""
+        """Save as Trainer does, but gather the final model, even if checkpoints are sharded."""
         if _internal_call and output_dir is not None and self._places is not None:
             self._places.save(Path(output_dir), self.args.process_index)
         if self.deepspeed is not None and not _internal_call:
@@ -303,7 +303,7 @@ class RecipeTrainer(CommittingTrainer):
         adapts = hasattr(self.model, "peft_config")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapts)
         state = get_model_state_dict(self.model, options=options)
-        if self.args.should_save:  # before transformers 5.23, every rank would write, the others an empty file
+        if self.args.should_save:  # else, before transformers 5.23, the other ranks would write an empty file
             self._save(output_dir, state_dict=state)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -51,9 +51,9 @@ BUDGETS = {
     "launch/fit": 256,
     "launch/host": 1142,
     "launch/jobs": 1378,
-    "launch/output": 1455,
+    "launch/output": 1454,
     "launch/scaling": 886,
-    "launch/training": 2263,
+    "launch/training": 2262,
 }
 
 

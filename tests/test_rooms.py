@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/scaling": 1160,
     "launch": 537,
     "launch/commands": 1254,
-    "launch/data": 1970,
+    "launch/data": 1979,
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,

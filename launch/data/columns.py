@@ -3,13 +3,14 @@
 import csv
 from collections.abc import Collection, Iterable
 from io import TextIOWrapper
+from itertools import chain, islice
 from pathlib import Path
 
 from recipes.errors import Problem, raise_errors
-from recipes.mixture import Part, files_of, parts_of_run
+from recipes.mixture import Part, files_of, parts_of_run, paths_of
 from recipes.rules.data_and_model import file_kind
 from recipes.run import RunSpec, Settings
-from recipes.run.files import nearest
+from recipes.run.files import files_in, nearest
 
 Format = tuple[str, ...]  # the columns that a format needs; the last column holds the content to learn
 
@@ -20,6 +21,7 @@ ALPACA = ("instruction", "output")
 LEARNED_ONLY = {"assistant_only_loss": "messages", "completion_only_loss": "prompt and completion"}  # flag -> columns
 
 _FORMATS = "messages, conversations, prompt and completion, instruction and output, input_ids or a text column"
+_INDEX = "__index_level_"  # begins the name of the columns that pandas gives to the first cells of too long a row
 _BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these first bytes
 
 
@@ -45,11 +47,17 @@ def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
 def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list[Problem]:
     """Return the reasons why rows with these columns cannot be read, and advice on labels."""
     # Excel separates columns by semicolons in countries that write 0,5 for a half.
-    only = "".join(columns) if len(columns) == 1 else ""
+    headed = [name for name in columns if not name.startswith(_INDEX)]
+    only = headed[0] if len(headed) == 1 else ""
     if separator := next((sign for sign in ";\t" if sign in only), ""):
         what = f"{part.name} separates its columns by {separator!r}; only commas are read"
         fix = f"run pandas.read_csv({part.name!r}, sep={separator!r}).to_csv({part.name!r}, index=False)"
         return [Problem("dataset_name", what, fix)]
+    paths = paths_of(part.name)
+    files = files_in(paths[0]) if paths and paths[0].is_dir() else paths
+    if len(headed) < len(columns) and "csv" in map(file_kind, files):
+        what = f"{part.name} has more cells in its first row than in its header: a comma in a text needs quotes"
+        return [Problem("dataset_name", what, 'put the texts of every row in quotes: "Hello, dear",1')]
     if absent := [name for name in part.columns if name not in columns]:
         what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
@@ -110,7 +118,8 @@ def _columns_of(file: Path) -> list[str]:
             return parquet.read_schema(file).names
         with input_stream(file) as stream:  # decompresses
             if kind == "csv":
-                return next(csv.reader(TextIOWrapper(stream, "utf-8-sig")), [])
+                header, row = islice(chain(csv.reader(TextIOWrapper(stream, "utf-8-sig")), ([], [])), 2)
+                return [*header, *[_INDEX] * (len(row) > len(header))]
             return json.open_json(stream, json.ReadOptions(block_size=_BEGIN)).schema.names
     except (OSError, ValueError, csv.Error):  # the data's reader reports the error
         return []

@@ -90,6 +90,12 @@ def test_a_csv_whose_columns_are_not_separated_by_commas_is_refused(separator, t
         require_columns(resolved(f"--dataset_name {tmp_path / 'd.csv'}"))
 
 
+def test_a_csv_whose_first_row_has_more_cells_than_the_header_is_refused(tmp_path):
+    (tmp_path / "d.csv").write_text("text,label\nHello, dear,1\n")
+    with pytest.raises(UserError, match="more cells in its first row than in its header: a comma in a text"):
+        require_columns(resolved(f"--dataset_name {tmp_path / 'd.csv'}"))
+
+
 def test_dataset_columns_with_an_absent_column_is_refused_with_the_columns_name(tmp_path):
     (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], "--dataset_columns qestion=prompt")
     assert (found.subject, found.source) == ("dataset_columns", "command line") and "'qestion'" in found.what

@@ -143,7 +143,7 @@ def _print_time(plan: Plan, processes: int, timed: bool) -> None:
 
 
 def _print_notes(plan: Plan) -> None:
-    """Print notes on single recipes, and the recipes that are refused."""
+    """Print notes on individual recipes, and then which recipes are refused."""
     for entry in plan.recipes:
         if entry.moment == EVALUATION:
             print(f"{entry.name}: evaluations set the peak; a smaller --per_device_eval_batch_size lowers it")

@@ -43,9 +43,9 @@ _FOLDER = "[FOLDER]  output folder of a run, or a folder of runs; {} [outputs]\n
 
 
 def add_parser(commands: Commands) -> None:
-    data = "Tokenize a run's data into the datasets cache, on every core and without a GPU. train.py with the same "
-    data += "flags and HF_HOME then starts at once. If `prepare` is killed, repeat it to continue. The printed folder "
-    commands.add_parser("prepare", description=data + "may be removed when no run needs it.").takes(prepare, _SHOW)
+    data = "Tokenize a run's data into a cache, and print its folder. train.py with the same flags and HF_HOME then "
+    data += "starts at once. If `prepare` is killed, repeat it. You can remove the folder when no run needs it."
+    commands.add_parser("prepare", description=data).takes(prepare, _SHOW)
     description = "Check the run, then train here in this terminal: `accelerate launch` with the recipe's YAML."
     parser = commands.add_parser("train", description=description)
     parser.takes(train, _RECIPE + _HERE + _YAML)

@@ -155,7 +155,7 @@ class Stream(torch.utils.data.IterableDataset):
                 turn, before = turn + 1, None
 
     def _in_rows(self, tokens: pa.Table) -> Sequence[Example]:
-        """Return the examples of a window, packed if the run packs."""
+        """Return a window's examples as rows: packed with --packing, else one example per row."""
         padding = self.parts[0].tokenizer.pad_token_id or 0
         if joins(self.run):
             # Joining would drop an incomplete last row of every window, so padding completes it.

@@ -67,9 +67,8 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def request_for(machine: hardware.Hardware, environment: Mapping[str, str], options: argparse.Namespace) -> Request:
-    """Return the request for this machine. `environment` and the GPUs replace missing flags.
-
-    Raises `UserError` if a number in a flag or variable is impossible, or node 0's address missing.
+    """Return the request for this machine. Missing flags get values from the environment or GPUs.
+    Raises `UserError` for an illegal number in a flag or variable, or without node 0's address.
     """
     from launch.doctor.machine import Request
 
@@ -96,7 +95,8 @@ def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int
     """Return the number in the first set variable, or `default`. `UserError` for another text."""
     name = next((name for name in names if environment.get(name)), "")
     if name and not environment[name].isdigit():
-        raise mistake(name, f"{environment[name]!r} is not a whole number", "use the flag: see --help", "environment")
+        what = f"{environment[name]!r} is not a whole number"
+        raise mistake(name, what, "set a whole number, or use its flag (see --help)", "environment")
     return int(environment[name]) if name else default
 
 

@@ -108,7 +108,7 @@ class _Attempts:
             fix = "run the doctor again a few times: even a rare failure can end a training; see also `dmesg`"
             return replace(first, what=f"failed 1 of 2 tries: {first.what}").check(fix)
         if request.seconds_left <= 0:
-            return first.check(f"{first.fix}; --timeout {4 * request.timeout} leaves time to look for a fix")
+            return first.check(f"{first.fix}; with --timeout {4 * request.timeout} the doctor can try other fixes")
         return again.check(self.remedy(again.fix) if again.stage in OF_LINKS and not again.by_signal else "")
 
     def remedy(self, cause: str) -> str:

@@ -331,7 +331,7 @@ def _join(run: RunSpec) -> TrainingArguments:
     try:
         args = arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     except torch.distributed.DistError as error:
-        what = f"not all ranks of the run joined within {run['ddp_timeout']} s (ddp_timeout)"
+        what = f"the ranks could not join; each waits for {run['ddp_timeout']} s (ddp_timeout)"
         raise Failure(f"{what}: {one_line(error)}") from None
     if run.engine.kind == "deepspeed" and run.world_size > 1:
         from deepspeed import comm

@@ -182,7 +182,7 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
 
 
 def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
-    """Resume the run from its newest valid checkpoint, else from where it began (maybe step 0)."""
+    """Resume the run from its newest valid checkpoint or, without one, from where it began."""
     own = old.get("run") or {}
     newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
     notes = [_skip(checkpoint) for checkpoint in damaged]

@@ -94,8 +94,8 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """Map each training to the start of its file names: letters, digits, `-`, `.` and `_`. Starts
-    that are equal, or differ only in upper and lower case, each get a number.
+    """Map each training to the prefix of its files' names: letters, digits, `-`, `.` and `_`. If
+    prefixes are equal, or differ only in case, each gets a number.
     """
     plain = [re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training" for name in names]
     folded = [stem.casefold() for stem in plain]

@@ -199,8 +199,8 @@ def _ask() -> Json:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
         what = f"the import ended with {ended}: {lines[-1] if lines else 'without a message'}"
-        shows = f"{sys.executable} -c 'import torch, accelerate; from transformers import Trainer'"
-        raise mistake("torch, transformers, accelerate", what, f"reinstall the package that `{shows}` names") from None
+        shows = f"run `{sys.executable} -c 'import torch, accelerate; from transformers import Trainer'`, and reinstall"
+        raise mistake("torch, transformers, accelerate", what, f"{shows} the package that fails") from None
 
 
 def hf_home(environment: Mapping[str, str]) -> Path:

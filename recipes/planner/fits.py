@@ -308,7 +308,7 @@ def share(run: RunSpec) -> int:
 
 
 def micro_batches(run: RunSpec) -> list[int]:
-    """List the micro-batches that keep the global batch, largest first, up to the user's own."""
+    """List the micro-batches that keep the global batch, largest first; none above the user's."""
     most = run.batch.micro if asks_for_a_micro_batch(run) else share(run)
     return [size for size in _divisors(share(run)) if size <= most]
 

@@ -287,8 +287,8 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 
     `row` is the plan of `standard`, or of the first recipe if `standard` is not planned. `best` is
     the fastest plan that fits. If nothing fits, each change saves GPU memory, or RAM if only RAM is
-    too small. Of several changes with equal memory, only the first is returned. An alternative has
-    no offload and the same length: return the first one, and the first one with adapters.
+    too small. Of several changes with equal memory, only the first is returned. An alternative runs
+    without offload at the same max_length: return the first one, and the first with adapters.
     """
     if best and best.run.engine.offload_optimizer == "none":
         return []

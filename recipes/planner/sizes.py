@@ -155,5 +155,5 @@ def description(model: str) -> str:
     tied = "tied" if shape.tied else "not tied"
     return (
         f"{like} {public.source}: {shape.layers} layers, width {shape.width:,}, MLP {shape.inner:,}, "
-        f"{shape.heads} heads ({shape.groups} for keys and values), {shape.vocabulary:,} tokens, embeddings {tied}"
+        f"{shape.heads} heads ({shape.groups} for keys and values), vocabulary {shape.vocabulary:,}, embeddings {tied}"
     )

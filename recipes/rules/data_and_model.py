@@ -84,7 +84,7 @@ def a_data_file_can_be_read(run):
     for part, paths in _of_files(run):
         kinds = {file_kind(path): path for path in paths}
         if None in kinds:
-            fix = f"use a file ending in {', '.join(FILE_KINDS)}, optionally followed by {' or '.join(COMPRESSED)}"
+            fix = "use a .parquet file, or .jsonl, .json, .csv, .txt, which may be compressed (.gz, .zst)"
             yield Problem("dataset_name", f"{kinds[None]} has an unknown suffix", fix)
         elif len(kinds) > 1:
             what = f"{part.name} matches files of several kinds: {', '.join(map(str, kinds.values()))}"

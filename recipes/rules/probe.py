@@ -177,7 +177,7 @@ def _launch(run: RunSpec) -> Mapping[str, str]:
 
 
 def _enter_engine(run: RunSpec) -> None:
-    """Set the variables of the engine that trains, which may differ from the launch's engine."""
+    """Set the environment variables of the engine that trains; the launch may name another."""
     shards = {"ACCELERATE_USE_DEEPSPEED": uses_deepspeed(run), "ACCELERATE_USE_FSDP": uses_fsdp(run)}
     for name in [name for name, used in shards.items() if not used]:
         os.environ.pop(name, None)

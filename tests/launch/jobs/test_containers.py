@@ -63,7 +63,7 @@ def test_slurm_modules_images_and_mounts_keep_special_characters_unchanged(image
     ],
     ids=["module", "venv", "apptainer", "srun"],
 )
-def test_a_missing_module_command_venv_apptainer_or_srun_fails_the_slurm_job_at_once(flags, without, code, tmp_path):
+def test_a_slurm_job_fails_at_once_if_module_or_venv_or_apptainer_or_srun_is_missing(flags, without, code, tmp_path):
     tools = {"module", "scontrol", "scancel", "srun", "apptainer"} - {without}
     ended, calls = run_by_hand(flags.render(hostile_job([], tmp_path)), tmp_path, *tools)
     assert ended == code and not any(call[0] == "srun" for call in calls)

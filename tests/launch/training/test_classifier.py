@@ -43,7 +43,7 @@ def trained(request, tiny_model, tmp_path_factory):
     return kind, first, train_here(tiny_model, data, folder / "out", *flags, "4", "--problem_type", kind), folder
 
 
-def test_the_banner_run_json_and_saved_config_name_the_problem_type_and_classes(trained):
+def test_problem_type_and_classes_are_in_the_banner_and_in_run_json_and_in_the_saved_config(trained):
     kind, outcome, _, folder = trained
     _, shown, best, outputs = KINDS[kind]
     assert outcome.code == 0 and outcome.record["settings"]["problem_type"]["value"] == kind

@@ -30,9 +30,12 @@ def test_dataset_name_in_a_config_file_is_one_dataset_or_a_mixture(text, parts, 
 
 WRONG = {
     "no parts": ("[]", "at least one part"),
-    "a number": ("[a, 3]", "needs names, or entries with name, weight"),
-    "a misspelt field": ("[{name: a, wight: 2}]", "entries with name, weight, split, config, columns, got 'wight'"),
-    "no name": ("[{weight: 2}]", "needs names, or entries with name"),
+    "a number": ("[a, 3]", "needs names, or entries with keys of name, weight"),
+    "a misspelt field": (
+        "[{name: a, wight: 2}]",
+        "entries with keys of name, weight, split, config, columns: wrong is 'wight'",
+    ),
+    "no name": ("[{weight: 2}]", "needs names, or entries with keys of name"),
     "a weight of nothing": ("[{name: a, weight: 0}]", "needs a weight above 0, got 0 for a"),
     "a weight for one alone": ("[{name: a, weight: 2}, b]", "weights for all parts or for none"),
     "columns that are a list": ("[{name: a, columns: [x]}]", "columns such as {question: prompt}"),

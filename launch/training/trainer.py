@@ -294,6 +294,8 @@ class RecipeTrainer(CommittingTrainer):
         """Save as Trainer does, but gather the final model, even if checkpoints are sharded."""
         if _internal_call and output_dir is not None and self._places is not None:
             self._places.save(Path(output_dir), self.args.process_index)
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()  # a schedule-free optimizer trains other weights than those to keep
         if self.deepspeed is not None and not _internal_call:
             self.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = True
         if _internal_call or not self.accelerator.is_fsdp2:

@@ -27,6 +27,19 @@ def test_save_total_limit_2_keeps_the_two_newest_checkpoints_and_none_holds_the_
     assert not any(b"verysecret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
+def test_a_schedule_free_optimizer_saves_its_averaged_weights_also_without_an_evaluation(tiny_model, texts, tmp_path):
+    """Its steps train other weights (Defazio et al. 2024). Trainer averages only to evaluate."""
+    flags = [*SIX_STEPS, *"--optim schedule_free_adamw --lr_scheduler_type constant".split()]
+    splits = "--dataset_train_split train[:50] --dataset_test_split train[50:60]".split()
+    evaluates = [(), ("--eval_strategy", "steps", "--eval_steps", "2")]
+    plain, evaluated = (tmp_path / name for name in ("plain", "evaluated"))
+    for folder, more in zip((plain, evaluated), evaluates, strict=True):
+        assert train_here(tiny_model, texts, folder, *flags, *splits, *more).code == 0
+    for name in ("model.safetensors", "checkpoint-4/model.safetensors"):
+        assert (plain / name).read_bytes() == (evaluated / name).read_bytes()
+
+
 def test_the_older_checkpoint_is_kept_until_the_new_checkpoint_is_complete(tiny_model, texts, tmp_path, monkeypatch):
     """The disk takes nothing more while checkpoint-4 is completed in the background."""
     commit, seen = checkpoints.commit, []

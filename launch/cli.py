@@ -118,15 +118,15 @@ def _main(argv: list[str]) -> int:
 
 
 def _forget_launcher(name: str) -> None:
-    """Remove another launcher's RANK and WORLD_SIZE, because this process would wait for its peers.
-    Raise `UserError` if several processes of that launcher would each start a run of their own.
+    """Remove another launcher's world, whose processes this one would wait for, and engine, which
+    would replace the recipe's. `UserError` if several processes would each start their own run.
     """
     count = os.environ.get("WORLD_SIZE", "")
     if name in ("train", "fit", "rerun") and count not in ("", "1"):
         what = f"is {count}: another launcher announced several processes, and `recipes {name}` starts its own"
         fix = "unset RANK LOCAL_RANK WORLD_SIZE; on several nodes, start `accelerate launch` on each node"
         raise mistake("WORLD_SIZE", what, fix, "environment")
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         os.environ.pop(variable, None)
 
 

@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/scaling": 1160,
     "launch": 537,
     "launch/commands": 1254,
-    "launch/data": 1979,
+    "launch/data": 1995,
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,
@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/jobs": 1378,
     "launch/output": 1454,
     "launch/scaling": 886,
-    "launch/training": 2264,
+    "launch/training": 2265,
 }
 
 

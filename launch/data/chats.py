@@ -27,7 +27,8 @@ ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool",
 }  # fmt: skip
-_ANSWERS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # the fields that an answer may fill
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_ANSWERS = ("content", "tool_calls", *_REASONING)  # the fields that an answer may fill
 _MESSAGES = 'write a list of {"role": ..., "content": ...} in every row'
 
 
@@ -199,10 +200,12 @@ class _Template:
             content, role = message["content"], message["role"]
             is_answer = role == "assistant" and number == len(self.chat) - 1
             rest = content.rpartition("</think>")[2] if is_answer else ""
-            if role == "tool" or (role == "assistant" and not is_answer) or "".join(content.split()) in written:
+            if role == "tool" or (role == "assistant" and not is_answer):
                 continue
+            texts = [content, *(str(message.get(name, "")) for name in _REASONING)]
+            absent = ["".join(text.split()) not in written for text in texts]
             without = [*self.chat[:number], {**message, "content": rest}, *self.chat[number + 1 :]]
-            if rest != content and self.text == self.render(without):
+            if any(absent[1:]) or (absent[0] and rest != content and self.text == self.render(without)):
                 part = "the reasoning of an answer" if rest else f"a message of the {role}"
                 fix = "save the model with a chat_template.jinja that writes the whole chat, or use other chats"
                 raise mistake("dataset_name", f"the tokenizer's chat template leaves out {part}", fix)
@@ -241,12 +244,24 @@ class _Template:
             shorter = rendered.rstrip().removesuffix(self.tokenizer.eos_token or "")
             if not self.text.startswith(rendered) and shorter[-1:].isspace():
                 rendered = shorter  # Phi-3's template ends a chat by EOS, after the line break of the answer
-            if not self.text.startswith(rendered):
-                what = "the chat template rewrites earlier messages, so the assistant's words cannot be found"
-                fix = "use a chat template that marks these words with {% generation %} ... {% endgeneration %}"
-                raise mistake("assistant_only_loss", what, fix)
-            found.append((self._begin(number), len(rendered.rstrip())))
+            end = len(rendered.rstrip()) if self.text.startswith(rendered) else self._end(number)
+            found.append((self._begin(number), end))
         return found
+
+    def _end(self, number: int) -> int:
+        """Return the index after an answer, for a template that writes an answer otherwise if no
+        message follows it (Qwen 3's). The text after the content is the same for any content. The
+        chat that ends with this answer shows how an answer is closed (<|im_end|>).
+        """
+        chat = [*self.chat[:number], {**self.chat[number], "content": "\0"}]
+        after = self.render([*chat, *self.chat[number + 1 :]]).partition("\0")[2]
+        closing = self.render(chat).partition("\0")[2].rstrip()
+        end = len(self.text) - len(after)
+        if not (after and closing and self.text.endswith(after) and after.startswith(closing)):
+            what = "the chat template rewrites earlier messages, so the assistant's words cannot be found"
+            fix = "use a chat template that marks these words with {% generation %} ... {% endgeneration %}"
+            raise mistake("assistant_only_loss", what, fix)
+        return end + len(closing)
 
     def _begin(self, number: int) -> int:
         """Return the index of a message's first character; for an answer, of the assistant's words.

@@ -29,11 +29,12 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
     assert capsys.readouterr().out.startswith(f"usage: recipes {name}")
 
 
-def test_a_command_forgets_the_rank_and_world_size_that_another_launcher_left(monkeypatch, capsys):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+def test_a_command_forgets_the_rank_world_size_and_engine_that_another_launcher_left(monkeypatch, capsys):
+    left = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"}
+    for name in left:
         monkeypatch.setenv(name, "2")
     assert main(["train"]) == 2 and "Fix: unset RANK LOCAL_RANK WORLD_SIZE" in capsys.readouterr().err
-    assert main(["list"]) == 0 and not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & {*os.environ}
+    assert main(["list"]) == 0 and not left & {*os.environ}
 
 
 def test_train_py_help_lists_every_setting(capsys):

@@ -141,10 +141,17 @@ def test_null_keys_that_parquet_fills_in_do_not_reach_the_chat_template(tmp_path
     assert first == WHOLE_CALL and "null" not in second
 
 
-def test_assistant_only_loss_is_refused_if_the_template_rewrites_earlier_messages(tmp_path):
+def test_assistant_only_loss_learns_each_answer_as_a_template_such_as_qwen_3s_writes_it(tmp_path):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
-    for template in (THINKING, "{{ messages | length }}" + UNMARKED):
-        assert problem(run, chatting(template)).subject == "assistant_only_loss"
+    ready = load_data(run, chatting(THINKING)).train[0]
+    assert learned(demo_tokenizer(), ready) == "Hi!<|im_end|><think></think>See you<|im_end|>"
+
+
+def test_assistant_only_loss_is_refused_if_the_template_closes_the_last_answer_in_another_way(tmp_path):
+    """As that of gpt-oss: the end of the earlier answers is then unknown."""
+    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
+    template = THINKING.replace("'<|im_end|>'", "('<|return|>' if loop.last else '<|end|>')")
+    assert problem(run, chatting(template)).subject == "assistant_only_loss"
 
 
 def test_a_template_may_end_a_chat_but_not_an_answer_by_eos(tmp_path):  # as Phi-3's
@@ -171,6 +178,7 @@ THOUGHT = [user("2+2?"), answer("<think>Even.</think>4")]
         (CHAT_TEMPLATE, CALLS, "leaves out the assistant's call of get_weather"),  # as Phi-3's and Qwen2.5-VL's
         (NO_SYSTEM, [{"role": "system", "content": "Be brief."}, *THOUGHT], "leaves out a message of the system"),
         (NO_REASONING, THOUGHT, "leaves out the reasoning of an answer"),
+        (CHAT_TEMPLATE, [CHAT[0], answer("4", reasoning_content="Even.")], "leaves out the reasoning of an answer"),
     ],
 )
 def test_a_chat_is_refused_if_its_template_is_missing_or_leaves_out_any_part_of_it(template, chat, what, tmp_path):

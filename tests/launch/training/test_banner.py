@@ -10,6 +10,7 @@ from tests.support.runs import H100, Run, fsdp, machine, yaml
     ("run", "begins"),
     [
         (Run(), "fp32 compute, float32 weights"),
+        (Run("--fp16"), "fp32 compute, float32 weights"),
         (Run(hardware=machine(H100)), "bf16 compute, float32 weights"),
         (Run("--recipe memory", yaml="memory.yaml"), "bf16 compute, bf16 weights, fp32 master copy"),
         (Run("--bf16 false", yaml=yaml("NO", "mixed_precision: fp8")), "fp8 compute, float32 weights"),

@@ -208,8 +208,8 @@ def test_the_deep_check_accepts_tf32_and_nccl_for_gpus_that_are_on_another_machi
 
 
 def test_the_library_probe_accepts_a_package_missing_here_if_the_run_trains_on_another_machine(tmp_path, monkeypatch):
-    words = "--recipe baseline --optim schedule_free_adamw"
-    assert "schedulefree" in probe(Run(words).resolve(tmp_path, monkeypatch))[0].what
+    words = "--recipe baseline --optim stable_adamw"
+    assert "optimi" in probe(Run(words).resolve(tmp_path, monkeypatch))[0].what
     assert probe(Run(words, elsewhere=frozenset()).resolve(tmp_path, monkeypatch)) == []
 
 

@@ -126,7 +126,8 @@ def _forget_launcher(name: str) -> None:
         what = f"is {count}: another launcher announced several processes, and `recipes {name}` starts its own"
         fix = "unset RANK LOCAL_RANK WORLD_SIZE; on several nodes, start `accelerate launch` on each node"
         raise mistake("WORLD_SIZE", what, fix, "environment")
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+    engines = (f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"))
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", *engines):
         os.environ.pop(variable, None)
 
 

@@ -67,7 +67,7 @@ def checked(entries: list[Any]) -> str | list[Any]:
     except TypeError:
         unknown = [repr(key) for entry in entries if isinstance(entry, Mapping) for key in entry if key not in FIELDS]
         got = ", ".join(unknown) or repr(entries)
-        raise ValueError(f"needs names, or entries with keys of {', '.join(FIELDS)}: wrong is {got}") from None
+        raise ValueError(f"needs names, or entries with keys of {', '.join(FIELDS)}; got {got}") from None
     for part in parts:
         columns = part.columns if isinstance(part.columns, Mapping) else {None: None}
         texts = (part.name, part.split or "-", part.config or "-", *columns, *columns.values())

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from recipes.errors import mistake, one_line
+from recipes.errors import UserError, mistake, one_line
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
@@ -202,13 +202,15 @@ class _Template:
             rest = content.rpartition("</think>")[2] if is_answer else ""
             if role == "tool" or (role == "assistant" and not is_answer):
                 continue
-            texts = [content, *(str(message.get(name, "")) for name in _REASONING)]
-            absent = ["".join(text.split()) not in written for text in texts]
-            without = [*self.chat[:number], {**message, "content": rest}, *self.chat[number + 1 :]]
-            if any(absent[1:]) or (absent[0] and rest != content and self.text == self.render(without)):
-                part = "the reasoning of an answer" if rest else f"a message of the {role}"
-                fix = "save the model with a chat_template.jinja that writes the whole chat, or use other chats"
-                raise mistake("dataset_name", f"the tokenizer's chat template leaves out {part}", fix)
+            thoughts = [name for name in _REASONING if message.get(name)] if is_answer and _teaches(message) else []
+            for name, less in (("content", rest), *((name, None) for name in thoughts)):
+                if message[name] == less or "".join(str(message[name]).split()) in written:
+                    continue
+                without = [*self.chat[:number], _without_none({**message, name: less}), *self.chat[number + 1 :]]
+                if self.text == self.render(without):
+                    part = "the reasoning of an answer" if rest or thoughts else f"a message of the {role}"
+                    fix = "save the model with a chat_template.jinja that writes the whole chat, or leave that part out"
+                    raise mistake("dataset_name", f"the tokenizer's chat template leaves out {part}", fix)
 
     def render(self, chat: Messages, **options) -> str:
         try:
@@ -254,8 +256,10 @@ class _Template:
         chat that ends with this answer shows how an answer is closed (<|im_end|>).
         """
         chat = [*self.chat[:number], {**self.chat[number], "content": "\0"}]
-        after = self.render([*chat, *self.chat[number + 1 :]]).partition("\0")[2]
-        closing = self.render(chat).partition("\0")[2].rstrip()
+        after = closing = ""
+        with contextlib.suppress(UserError):  # a template may refuse this content
+            after = self.render([*chat, *self.chat[number + 1 :]]).partition("\0")[2]
+            closing = self.render(chat).partition("\0")[2].rstrip()
         end = len(self.text) - len(after)
         if not (after and closing and self.text.endswith(after) and after.startswith(closing)):
             what = "the chat template rewrites earlier messages, so the assistant's words cannot be found"

@@ -1,9 +1,9 @@
 """Find the format of rows by their columns. Columns of local files are read before the launch."""
 
+import contextlib
 import csv
 from collections.abc import Collection, Iterable
 from io import TextIOWrapper
-from itertools import chain, islice
 from pathlib import Path
 
 from recipes.errors import Problem, raise_errors
@@ -21,7 +21,6 @@ ALPACA = ("instruction", "output")
 LEARNED_ONLY = {"assistant_only_loss": "messages", "completion_only_loss": "prompt and completion"}  # flag -> columns
 
 _FORMATS = "messages, conversations, prompt and completion, instruction and output, input_ids or a text column"
-_INDEX = "__index_level_"  # begins the name of the columns that pandas gives to the first cells of too long a row
 _BEGIN = 10 << 20  # `datasets` reads the columns of a JSON file from these first bytes
 
 
@@ -47,17 +46,17 @@ def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
 def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list[Problem]:
     """Return the reasons why rows with these columns cannot be read, and advice on labels."""
     # Excel separates columns by semicolons in countries that write 0,5 for a half.
-    headed = [name for name in columns if not name.startswith(_INDEX)]
-    only = headed[0] if len(headed) == 1 else ""
+    only = "".join(columns) if len(columns) == 1 else ""
     if separator := next((sign for sign in ";\t" if sign in only), ""):
         what = f"{part.name} separates its columns by {separator!r}; only commas are read"
         fix = f"run pandas.read_csv({part.name!r}, sep={separator!r}).to_csv({part.name!r}, index=False)"
         return [Problem("dataset_name", what, fix)]
     paths = paths_of(part.name)
-    files = files_in(paths[0]) if paths and paths[0].is_dir() else paths
-    if len(headed) < len(columns) and "csv" in map(file_kind, files):
-        what = f"{part.name} has more cells in its first row than in its header: a comma in a text needs quotes"
-        return [Problem("dataset_name", what, 'put the texts of every row in quotes: "Hello, dear",1')]
+    kinds = {file: file_kind(file) for file in (files_in(paths[0]) if paths and paths[0].is_dir() else paths)}
+    if {*kinds.values()} - {None} == {"csv"} and (wrong := next(filter(_is_shifted, kinds), None)):
+        what = f"{wrong} has more cells in its first row than in its header: a comma in a text needs quotes"
+        fix = 'write each text in quotes: "Hello, dear",1; no row may end in a comma'
+        return [Problem("dataset_name", what, fix)]
     if absent := [name for name in part.columns if name not in columns]:
         what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"
         flag = "dataset_columns" if run["dataset_columns"] else "dataset_name"
@@ -106,6 +105,19 @@ def check_columns(run: RunSpec) -> list[Problem]:
     return [run.with_source(problem) for problem in found]
 
 
+def _is_shifted(file: Path) -> bool:
+    """True if a .csv has more cells in its first row than in its header. pandas takes the first
+    cells for row names, and columns shift. One number in front is a row name (R writes such files).
+    """
+    from pyarrow import input_stream
+
+    with contextlib.suppress(OSError, ValueError, csv.Error), input_stream(file) as stream:
+        rows = filter(None, csv.reader(TextIOWrapper(stream, "utf-8-sig")))  # without blank lines
+        header, row = next(rows, []), next(rows, [])
+        return len(row) > len(header) + row[0].isdigit() if row else False
+    return False
+
+
 def _columns_of(file: Path) -> list[str]:
     """Return the columns of a file; empty if they are unknown."""
     kind = file_kind(file)
@@ -118,8 +130,7 @@ def _columns_of(file: Path) -> list[str]:
             return parquet.read_schema(file).names
         with input_stream(file) as stream:  # decompresses
             if kind == "csv":
-                header, row = islice(chain(csv.reader(TextIOWrapper(stream, "utf-8-sig")), ([], [])), 2)
-                return [*header, *[_INDEX] * (len(row) > len(header))]
+                return next(filter(None, csv.reader(TextIOWrapper(stream, "utf-8-sig"))), [])
             return json.open_json(stream, json.ReadOptions(block_size=_BEGIN)).schema.names
     except (OSError, ValueError, csv.Error):  # the data's reader reports the error
         return []

@@ -25,8 +25,7 @@ from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import Json, Settings
 from recipes.run.files import files_in
 
-_WHOLE = "use complete, well-formed files in UTF-8 whose rows have equal columns and types; to give such columns to a "
-_WHOLE += "complete .jsonl file, run pandas.read_json(FILE, lines=True).to_parquet(NEW_FILE)"
+_WHOLE = "use complete, well-formed files in UTF-8 whose rows all have the columns and types of the first row"
 _ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; a path starts at the current folder"
 
 

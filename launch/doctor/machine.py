@@ -255,7 +255,7 @@ def limits(request: Request) -> Check:
             shown = f"{memory_size(has) if unit > 1 else has} {what}"
             fix = f"`ulimit -S -{flag} {'unlimited' if most == resource.RLIM_INFINITY else most // unit}`"
             if most != resource.RLIM_INFINITY and most < few:
-                fix = f"raise the hard limit to {few // unit} or more, such as in /etc/security/limits.conf"
+                fix = f"raise the hard limit to {few // unit} or more: limits.conf, or docker --ulimit"
             return Check(status, "limits", shown, fix, fatal=status == "error")
     locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:

@@ -145,8 +145,7 @@ def schedule(run: RunSpec) -> str:
 def precision(run: RunSpec) -> str:
     """Describe the precision of compute and weights, and the reason for the compute precision."""
     mixed = mixed_precision(run)
-    does_nothing = mixed == "fp16" and not (run.hardware.cuda or run.engine.kind == "deepspeed")  # on a CPU
-    name = "fp32" if mixed == "no" or does_nothing else mixed
+    name = "fp32" if mixed == "no" else mixed
     reason = run.setting("fp16" if run["fp16"] else "bf16").reason
     weights = f"{name} weights, fp32 master copy" if run.engine.kind == "deepspeed" else f"{run['dtype']} weights"
     return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")

@@ -128,7 +128,8 @@ def fsdp_version(run: RunSpec) -> int:
 def mixed_precision(run: RunSpec) -> str:
     """Return `no`, `bf16`, `fp16` or `fp8`. The arguments win over the Accelerate YAML."""
     if run["bf16"] or run["fp16"]:
-        return "bf16" if run["bf16"] else "fp16"
+        does_nothing = not run["bf16"] and not run.hardware.cuda and not uses_deepspeed(run)  # fp16 needs a GPU
+        return "bf16" if run["bf16"] else "no" if does_nothing else "fp16"
     return run.engine.mixed_precision
 
 

@@ -8,6 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from launch.data.columns import require_columns
+from launch.data.load import load_data
 from recipes.errors import UserError
 from tests.support.runs import resolved
 
@@ -90,10 +91,29 @@ def test_a_csv_whose_columns_are_not_separated_by_commas_is_refused(separator, t
         require_columns(resolved(f"--dataset_name {tmp_path / 'd.csv'}"))
 
 
-def test_a_csv_whose_first_row_has_more_cells_than_the_header_is_refused(tmp_path):
-    (tmp_path / "d.csv").write_text("text,label\nHello, dear,1\n")
+@pytest.mark.parametrize("rows", ["text,label\nHello, dear,1\n", "\ntext\n\nHello, dear\n", "text\nHello,\n"])
+def test_a_csv_whose_first_row_has_more_cells_than_the_header_is_refused(rows, tmp_path):
+    (tmp_path / "d.csv").write_text(rows)
     with pytest.raises(UserError, match="more cells in its first row than in its header: a comma in a text"):
         require_columns(resolved(f"--dataset_name {tmp_path / 'd.csv'}"))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    {
+        "blank lines": "\ntext\n\nHello\n",
+        "an index column": ",text\n0,Hello\n",
+        "an index column of pandas": "text,__index_level_0__\nHello,7\n",
+        "row names of R": '"text"\n"1","Hello, dear"\n"2","Bye"\n',
+        "a quoted line break": 'text,n\n"Hello,\ndear",1\n',
+        "a long text": f"text\n{'a ' * 70_000}\n",
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_csv_whose_rows_fit_its_header_is_legal(rows, tmp_path, tokenizer, own_cache):
+    (tmp_path / "d.csv").write_text(rows[1])
+    run = resolved(f"--dataset_name {tmp_path / 'd.csv'}")
+    assert require_columns(run) == [] and len(load_data(run, tokenizer).train)
 
 
 def test_dataset_columns_with_an_absent_column_is_refused_with_the_columns_name(tmp_path):

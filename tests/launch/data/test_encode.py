@@ -187,6 +187,19 @@ def test_a_chat_is_refused_if_its_template_is_missing_or_leaves_out_any_part_of_
     assert what in problem(run, chatting(template)).what
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        answer("4", reasoning_content="Even.", weight=0),
+        answer("4", reasoning_content="", thinking=False),
+        answer("4", reasoning=[]),
+    ],
+)
+def test_a_chat_is_legal_if_its_template_leaves_out_only_reasoning_that_is_empty_or_not_learned(last, tmp_path):
+    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": [*CHAT[:2], CHAT[2], last]}]), assistant_only_loss=True)
+    assert "Hi!" in learned(demo_tokenizer(), load_data(run, chatting(CHAT_TEMPLATE)).train[0])
+
+
 def test_eos_is_learned_after_the_last_answer_if_the_template_writes_nothing_there(tmp_path):
     """Otherwise the model would never stop. GLM-4's template is one."""
     template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"

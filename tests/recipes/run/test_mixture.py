@@ -33,7 +33,7 @@ WRONG = {
     "a number": ("[a, 3]", "needs names, or entries with keys of name, weight"),
     "a misspelt field": (
         "[{name: a, wight: 2}]",
-        "entries with keys of name, weight, split, config, columns: wrong is 'wight'",
+        "entries with keys of name, weight, split, config, columns; got 'wight'",
     ),
     "no name": ("[{weight: 2}]", "needs names, or entries with keys of name"),
     "a weight of nothing": ("[{name: a, weight: 0}]", "needs a weight above 0, got 0 for a"),

@@ -380,9 +380,10 @@ def test_fresh_renames_neither_a_folder_without_a_run_nor_the_current_folder(fin
         make_room(asked(".", "--fresh"))
 
 
-def test_a_converted_checkpoint_left_by_a_killed_run_is_removed(finished, asked):
+def test_a_converted_checkpoint_left_by_a_killed_run_is_removed_before_the_free_space_is_measured(finished, asked):
     (finished / "converted-checkpoint-2" / "tmp").mkdir(parents=True)
-    make_room(asked(finished))
+    with pytest.raises(UserError, match="but this run saves about"):
+        make_room(asked(finished), 2 * shutil.disk_usage(finished).free)
     assert not list(finished.glob("converted-*"))
 
 

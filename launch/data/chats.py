@@ -217,7 +217,7 @@ class _Template:
             return self.tokenizer.apply_chat_template(chat, tools=self.tools, tokenize=False, **options)
         except (TemplateError, TypeError, LookupError, ValueError, AttributeError) as error:  # a template is a program
             what = f"the tokenizer's chat template refuses a chat: {one_line(error)}; the chat is {str(chat)[:200]}"
-            fix = 'use messages such as {"role": "user", "content": "..."}, in an order that the template allows'
+            fix = "use roles as the template allows: user, assistant, ...; put a system text into the first user text"
             raise mistake("dataset_name", what, fix) from None
 
     def marked(self) -> Spans | None:

@@ -114,7 +114,7 @@ def _is_shifted(file: Path) -> bool:
     with contextlib.suppress(OSError, ValueError, csv.Error), input_stream(file) as stream:
         rows = filter(None, csv.reader(TextIOWrapper(stream, "utf-8-sig")))  # without blank lines
         header, row = next(rows, []), next(rows, [])
-        return len(row) > len(header) + row[0].isdigit() if row else False
+        return bool(row) and len(row) > len(header) + row[0].isdigit()
     return False
 
 

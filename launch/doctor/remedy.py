@@ -22,7 +22,7 @@ Switches = tuple[tuple[str, str], ...]  # variables and their values
 # network interface".
 _P2P, _IB, _SHM = ("NCCL_P2P_DISABLE", "1"), ("NCCL_IB_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")
 _NVLS = ("NCCL_NVLS_ENABLE", "0")
-_COSTS = {
+_EFFECTS = {
     "NCCL_P2P_DISABLE": "turns off NVLink and direct PCIe: GPUs exchange data in host memory",
     "NCCL_IB_DISABLE": "turns off InfiniBand and RoCE: nodes use TCP, often at a tenth of the speed",
     "NCCL_SHM_DISABLE": "turns off shared memory: ranks use the network if they cannot reach each other's GPUs",
@@ -122,7 +122,7 @@ class _Attempts:
                 return f"the ranks fail only now and then, so no NCCL or gloo variable is a fix; {cause}"
             chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
             now = f" (now: {' '.join(map('='.join, chosen.items()))})" if chosen else ""
-            lines = [f"export {name}={value}  # {_COSTS.get(name, _INTERFACE)}" for name, value in switches]
+            lines = [f"export {name}={value}  # {_EFFECTS.get(name, _INTERFACE)}" for name, value in switches]
             return "\n".join([f"add this to the launcher's environment{now} to let the ranks communicate:", *lines])
         ended = "" if request.seconds_left > 0 else f", and the time is up (use --timeout {4 * request.timeout})"
         return f"none of the {tried} sets of NCCL or gloo variables helped{ended}; {cause}"

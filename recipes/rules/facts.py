@@ -127,10 +127,9 @@ def fsdp_version(run: RunSpec) -> int:
 
 def mixed_precision(run: RunSpec) -> str:
     """Return `no`, `bf16`, `fp16` or `fp8`. The arguments win over the Accelerate YAML."""
-    if run["bf16"] or run["fp16"]:
-        does_nothing = not run["bf16"] and not run.hardware.cuda and not uses_deepspeed(run)  # fp16 needs a GPU
-        return "bf16" if run["bf16"] else "no" if does_nothing else "fp16"
-    return run.engine.mixed_precision
+    if run["bf16"] or not run["fp16"]:
+        return "bf16" if run["bf16"] else run.engine.mixed_precision
+    return "fp16" if run.hardware.cuda or uses_deepspeed(run) else "no"  # on a CPU, fp16 does nothing
 
 
 def accelerator_config(run: RunSpec) -> Json:

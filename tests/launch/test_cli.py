@@ -30,7 +30,8 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
 
 
 def test_a_command_forgets_the_rank_world_size_and_engine_that_another_launcher_left(monkeypatch, capsys):
-    left = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"}
+    engines = {f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM")}
+    left = {"RANK", "LOCAL_RANK", "WORLD_SIZE", *engines}
     for name in left:
         monkeypatch.setenv(name, "2")
     assert main(["train"]) == 2 and "Fix: unset RANK LOCAL_RANK WORLD_SIZE" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -44,6 +45,13 @@ def pytest_collection_finish():
 def no_site_file(tmp_path_factory) -> None:
     """A developer's own site file is not what the tests describe."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before():
+    """What Trainer and Accelerate set in the environment of a test's process ends with the test."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -118,8 +118,8 @@ def _main(argv: list[str]) -> int:
 
 
 def _forget_launcher(name: str) -> None:
-    """Remove another launcher's world, whose processes this one would wait for, and engine, which
-    would replace the recipe's. `UserError` if several processes would each start their own run.
+    """Remove the variables of another launcher, which name processes to wait for and an engine.
+    Raises `UserError` if another launcher started several processes: each would train alone.
     """
     count = os.environ.get("WORLD_SIZE", "")
     if name in ("train", "fit", "rerun") and count not in ("", "1"):

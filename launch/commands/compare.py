@@ -177,7 +177,7 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the differences between two runs or recipes. A recipe is resolved with num_processes
-    and global_batch_size of `options`, or else of the other run. `UserError` for an unknown name.
+    and global_batch_size of `options` or of the other run. Raises `UserError` for unknown names.
     """
     names = [options.a, options.b]
     records = {name: recorded.read(name, "RUN") for name in names if _is_run(name)}
@@ -201,7 +201,7 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Compare runs. Return 1 if no run meets all targets, else 0. `UserError` for unknown runs."""
+    """Compare runs. Return 1 if no run meets all targets. Raises `UserError` for unknown runs."""
     paths = [Path(word) for word in (options.first, *options.others)]
     names, records = _names_of(paths), [recorded.read(path, "RUN") for path in paths]
     rows, cells = differences(records), _result_rows(records)

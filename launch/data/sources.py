@@ -48,7 +48,7 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Return how many rows of each split to read (inf: all). `UserError` if a split is missing."""
+    """Return the number of rows to read of each split. Raises `UserError` if one is missing."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
         for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # at this size, even 1 % of the rows means all
@@ -69,7 +69,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """Resolve `train[:95%]` by the splits' sizes, `rows`. `UserError` if there is no such split."""
+    """Resolve `train[:95%]` by the splits' `rows`. Raises `UserError` if a split is missing."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):

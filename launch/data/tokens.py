@@ -184,7 +184,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """Return the tokens of a part: from the cache, or made now by one process of each node.
 
     The other processes wait without a deadline. If the first process fails, the next one resumes
-    after the last complete file, and soon fails too. `UserError` if reading or encoding fails.
+    after the last complete file, and soon fails too. Raises `UserError` for unreadable data.
     """
     if not part.name:  # the demonstration, which is small
         splits = {}

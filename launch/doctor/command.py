@@ -92,7 +92,7 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
 
 
 def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
-    """Return the number in the first set variable, or `default`. `UserError` for another text."""
+    """Return the first set variable, or `default`. Raises `UserError` if it is no number."""
     name = next((name for name in names if environment.get(name)), "")
     if name and not environment[name].isdigit():
         what = f"{environment[name]!r} is not a whole number"

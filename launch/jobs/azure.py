@@ -249,7 +249,7 @@ class Azure(Target):
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """Print an ended job's log. `UserError` for a live job, unless `following` streams it."""
+        """Print a job's log. Raises `UserError` for a live job unless `following` streams it."""
         name, state = submission.job, cls.state(submission)
         if not cls.is_over(state) and not following:
             raise mistake("logs", f"the job is still {state}", f"recipes logs -f {folder}, or open {submission.log}")

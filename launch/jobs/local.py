@@ -50,7 +50,7 @@ class Local(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware)
 
     def render(self, job: Job) -> str:
-        """Return bash that execs the signal-forwarding launcher. `UserError` if job.nodes > 1."""
+        """Return bash that execs the launcher. Raises `UserError` if the job has several nodes."""
         if job.nodes > 1:
             fix = "use --processes_per_node for several processes here, or `recipes submit slurm` or `azureml`"
             raise mistake("nodes", f"{job.nodes} nodes are asked for, but this machine is one", fix)

@@ -162,7 +162,7 @@ def submitted(folder: Path) -> Submission | None:
 
 
 def rows(folder: Path) -> list[list[str]]:
-    """List each run's folder, target, state, last log line, newest first. `UserError` if no run."""
+    """Return folder, target, state and last log line of each run. Raises `UserError` if none."""
     return [[str(run), *_described(run)] for run in _runs_in(folder)]
 
 
@@ -179,7 +179,7 @@ def newest(folder: Path) -> tuple[Path, Submission]:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """List the runs in `folder` (itself included), newest first. `UserError` if there is no run."""
+    """Return the runs in `folder`, newest first. Raises `UserError` if there is no run."""
     runs = [run for run in (folder, *folder.glob("*")) if (run / NAME).is_file() or (run / record.NAME).is_file()]
     if not runs:
         raise mistake("FOLDER", f"no run was submitted or started in {folder}", "give the --output_dir of a run")

@@ -40,7 +40,7 @@ from recipes.scaling.timings import require_room
 
 @contextlib.contextmanager
 def output_folder(run: RunSpec, world: World) -> Iterator[None]:
-    """Create and lock the output folder for the block. `UserError` if it is in use or read-only."""
+    """Create the output folder and hold its lock. Raises `UserError` if that is impossible."""
     handle = world.decide(lambda: _make_and_lock(run))
     try:
         yield

@@ -38,7 +38,7 @@ from recipes.run.files import existing_path, expanded
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with a padding token if possible. `UserError` if it cannot be loaded."""
+    """Load the tokenizer, and give it a padding token. Raises `UserError` if it is unreadable."""
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
@@ -193,7 +193,7 @@ def _size(parameter: torch.nn.Parameter) -> int:
 def load_config(
     run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None, problem_type: str | None = None
 ) -> PreTrainedConfig:
-    """Return the configuration with a classifier's `labels`. `UserError` if it cannot be read."""
+    """Return the configuration with these `labels`. Raises `UserError` if it is unreadable."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
     if run["from_scratch"] and hasattr(config, "quantization_config"):
         del config.quantization_config  # describes weights that are not read

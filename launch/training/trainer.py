@@ -429,7 +429,7 @@ def build_trainer(
     """Create the Trainer of a run, with its data, metrics and callbacks.
 
     `identity` describes the run in the manifests of its checkpoints. Once `stop` is requested on
-    any rank, all ranks save and leave. `UserError` if `dataloader_drop_last` drops all examples.
+    any rank, all ranks save and leave. Raises `UserError` if no example is left to train on.
     """
     end_workers_that_cannot_send()
     fewest = run.batch.micro * run.data_parallel_size if run["dataloader_drop_last"] else 0

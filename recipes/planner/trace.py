@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return the start of the piece that `two` has and `one` lacks; `ValueError` if none exists."""
+    """Return where the piece starts that only `two` has. Raises `ValueError` if there is none."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -465,7 +465,7 @@ def _same(one: Sequence[object], two: Sequence[object]) -> int:
 
 
 def _delay(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """Return the times of `other` minus those of `one`; `ValueError` if one is not `possible`."""
+    """Return `other` minus `one`. Raises `ValueError` if a difference is not `possible`."""
     delay = other - one
     if delay[:, [SIZE, LOGITS]].any() or not np.isin(delay[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

@@ -125,7 +125,7 @@ def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokeni
     trainer.make_readable(earlier.checkpoint)
 
     stop.defer()  # from here on, a signal takes effect at the end of a step
-    with kept_record(run, world, earlier, data.commit, data.labels) as record:
+    with kept_record(run, world, earlier, data.commit, data.recorded) as record:
         metrics = trainer.train(resume_from_checkpoint=earlier.checkpoint).metrics
         trainer.require_finite_weights()
         trainer.save_model()  # before an evaluation in 16 bits, which casts the weights

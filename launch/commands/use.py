@@ -60,7 +60,7 @@ def add_parser(commands: Commands) -> None:
     text += "with split `train` unless --dataset_test_split names another. train.py's other flags change settings."
     commands.add_parser("evaluate", description=text).takes(evaluate, _EVALUATE)
     text = "Generate with the model of a run. The model's generation config decides whether tokens are sampled. "
-    text += "If the tokenizer has a chat template, the prompt is a user's message."
+    text += "If the run trained on chats, the prompt is a user's message; else the model continues the prompt."
     commands.add_parser("generate", description=text).takes(generate, _GENERATE, max_new_tokens=100)
     text = "Merge a trained adapter, such as LoRA, into its base model, and write a model that any library loads, with "
     text += "tokenizer and generation config. Merged logits are first compared with the logits of base plus adapter."
@@ -126,7 +126,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(run)
     model = _model(run, folder, tokenizer, Data((), None, list, "")).eval()  # type: ignore[arg-type]
     model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
-    if tokenizer.chat_template:
+    if tokenizer.chat_template and recorded.read(_record_of(folder), "FOLDER").get("chats", True):
         chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:

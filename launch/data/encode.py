@@ -125,9 +125,9 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
     found: list[Tokens] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # Llama 2's tokenizer adds a space before a text, but not after a line break. So a line break
-    # precedes a completion.
+    # precedes a completion, unless the tokenizer drops or merges the line break, as XGLM's does.
     line, letter, both = tokenize(["\n", "a", "\na"], add_special_tokens=False)
-    lead = line if [*line, *letter] != both else []
+    lead = line if both[: len(line)] == line and both[len(line) :] != letter else []
     written = ["\n" * bool(lead) + text.completion for text in texts]
     completions = [ids[len(lead) :] for ids in tokenize(written, add_special_tokens=False)]
     begin = [tokenizer.bos_token_id]

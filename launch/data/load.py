@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import datasets
 import numpy as np
@@ -29,6 +30,7 @@ class Data:
 
     `labels` are the names of a classifier's outputs, and `problem_type` is the kind of its target;
     both are None for language models. `commit` is the commit of Hub data; None if unknown.
+    `are_chats` is True if the tokenizer's chat template renders the rows, or some of them.
     """
 
     train: Rows | Stream
@@ -38,6 +40,12 @@ class Data:
     labels: list[str] | None = None
     commit: str | None = None
     problem_type: str | None = None
+    are_chats: bool = False
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The fields of run.json that describe the data."""
+        return {"classes": self.labels} if self.labels else {"chats": self.are_chats}
 
     def collator_for(self, attention: str | None) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
         """Return the collator for this attention; FlashAttention needs each example's start."""
@@ -85,7 +93,8 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
     commit = ", ".join(one.commit for one in tokens if one.commit) or None
     labels, kind = (target.names, target.problem_type) if target else (None, None)
-    return Data(train, evaluation, collator, text, labels, commit, kind)
+    are_chats = any(one.are_chats for one in tokens)
+    return Data(train, evaluation, collator, text, labels, commit, kind, are_chats)
 
 
 def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:

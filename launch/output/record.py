@@ -95,6 +95,7 @@ FIELDS = {
     "data": "a hash of the local or demonstration data, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or if no model is named",
     "classes": "names of a classifier's outputs, in the model's order",
+    "chats": "true if the tokenizer's chat template rendered the data; false for plain text",
     "sessions": "an entry per start that trained: time, steps before it, seconds, status, processes, versions",
     "changed": "settings that got another value in a resume, so that no single command repeats the training",
     "settings": "every setting: its value, the source it came from, and the reason",
@@ -203,19 +204,19 @@ def forget_out_of_memory(folder: Path) -> None:
 
 @contextlib.contextmanager
 def kept_record(
-    run: RunSpec, world: World, earlier: Earlier, data_commit: str | None, classes: list[str] | None
+    run: RunSpec, world: World, earlier: Earlier, data_commit: str | None, about_data: Json
 ) -> Iterator[Json]:
     """Write run.json with the status `running`; at the end of the block with `finished`,
     `preempted`, `interrupted`, `out_of_memory` or `failed`. Yields a dict, which the training fills
-    with the results. `data_commit` is the commit of Hub data, `classes` a classifier's class names.
+    with the results. `data_commit` is the commit of Hub data, `about_data` holds further fields.
 
     Rank 0 writes the file. If another rank runs out of memory, rank 0 sees only a lost connection.
     Then the other rank writes out_of_memory.json, from which rank 0 learns the status.
     """
     results: Json = {}
     content, kept = started(run, world.size, data_commit), earlier.kept
-    content |= {**kept, "run": earlier.identity, "settings": content["settings"] | kept.get("settings", {})}
-    content |= {"classes": classes} if classes else {}
+    content |= {**about_data, **kept, "settings": content["settings"] | kept.get("settings", {})}
+    content["run"] = earlier.identity
     session = {name: content[name] for name in ("started", "world_size", "versions")} | {"from_step": earlier.step}
     content["sessions"] = [*kept.get("sessions", []), session]
     folder, began, ended = Path(run["output_dir"]), time.monotonic(), {"status": "finished"}

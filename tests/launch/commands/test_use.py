@@ -79,7 +79,9 @@ def first_tokens(model, inputs, tokenizer) -> str:
     return tokenizer.decode(made, skip_special_tokens=True).strip()
 
 
-def test_recipes_generate_answers_with_an_adapter_as_plain_peft_does(adapter, capsys):
+def test_recipes_generate_asks_the_adapter_of_a_run_on_chats_as_plain_peft_does(adapter, tmp_path, capsys):
+    adapter = shutil.copytree(adapter, tmp_path / "chats")
+    rewrite(adapter, chats=True)
     tokenizer, model = AutoTokenizer.from_pretrained(adapter), AutoPeftModelForCausalLM.from_pretrained(adapter)
     chat = [{"role": "user", "content": "Example 3 says"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -87,8 +89,8 @@ def test_recipes_generate_answers_with_an_adapter_as_plain_peft_does(adapter, ca
     assert code == 0 and first_tokens(model, inputs, tokenizer) in said
 
 
-def test_recipes_generate_continues_the_text_if_the_model_has_no_chat_template(tiny_model, texts, tmp_path, capsys):
-    base = shutil.copytree(tiny_model, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
+def test_recipes_generate_continues_the_text_if_a_chat_model_trained_on_plain_text(tiny_model, texts, tmp_path, capsys):
+    base = shutil.copytree(tiny_model, tmp_path / "base")
     appends = AutoTokenizer.from_pretrained(base)  # EOS, which a text to continue must not get
     eos = [(appends.eos_token, appends.eos_token_id)]
     appends._tokenizer.post_processor = TemplateProcessing(single=f"$A {appends.eos_token}", special_tokens=eos)

@@ -7,7 +7,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, models, normalizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from launch.data.demo import demo_tokenizer
@@ -344,6 +344,15 @@ def test_a_completion_gets_no_space_of_llamas_tokenizer_and_a_text_that_begins_w
     found = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer).train
     written = ["".join(tokenizer.convert_ids_to_tokens(row["input_ids"])) for row in found]
     assert [text.replace("\u2581", " ") for text in written] == ["<s> def f(x)</s>", "<s> def f (x)</s>"]
+
+
+def test_a_completion_keeps_its_first_token_if_the_tokenizer_reads_a_line_break_as_a_space(tmp_path):
+    tokens = "<s> </s> \u2581 a \u2581a".split(" ")
+    xglm = Tokenizer(models.BPE({one: number for number, one in enumerate(tokens)}, [("\u2581", "a")]))
+    xglm.normalizer, xglm.pre_tokenizer = normalizers.Replace("\n", " "), pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=xglm, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    (row,) = load_data(run_with(dataset_name=jsonl(tmp_path, [{"prompt": "a", "completion": "a"}])), tokenizer).train
+    assert row["input_ids"] == [4, 4, 1] and row["labels"] == [-100, 4, 1]
 
 
 # --- Several formats in one file -----------------------------------------------------------------

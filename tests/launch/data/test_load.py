@@ -1,6 +1,7 @@
 """Data ready to train on: the demonstration, classification, packed rows and padded batches."""
 
 import pytest
+from transformers import AutoTokenizer
 
 from launch.data.batches import Pad
 from launch.data.encode import IGNORED
@@ -45,6 +46,25 @@ def test_the_data_description_counts_evaluation_examples_and_rows_left_out(task,
     _, held_out = data.description.splitlines()
     assert held_out.startswith("evaluation: 2 examples") and "1 row left out (first: row 2): the" in held_out
     assert ("only 1 of the 2 classes" in held_out) == (task == "sequence_classification")
+
+
+_SAID = [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("row", "are_chats"),
+    [
+        ({"text": "b"}, False),
+        ({"prompt": "a", "completion": "b"}, False),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": _SAID}, True),
+        ({"instruction": "a", "output": "b"}, True),
+        ({"messages": [{"role": "user", "content": "a"}, *_SAID]}, True),
+    ],
+)
+def test_run_json_records_whether_the_data_are_chats(row, are_chats, streams, tmp_path, tiny_model):
+    run = run_with(dataset_name=jsonl(tmp_path, [row]), dataset_streaming=streams, max_steps=1)
+    assert load_data(run, AutoTokenizer.from_pretrained(tiny_model)).recorded == {"chats": are_chats}
 
 
 # --- Batches -------------------------------------------------------------------------------------

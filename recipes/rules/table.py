@@ -89,6 +89,8 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
      "by the schedule {lr_scheduler_type}, which has no warm-up", "--lr_scheduler_type constant_with_warmup"),
     ("lr_scheduler_kwargs", lambda run: run["lr_scheduler_type"] not in ("constant", "constant_with_warmup"),
      "by the schedule {lr_scheduler_type}", "use another --lr_scheduler_type"),
+    ("max_grad_norm", lambda run: not _steps_in_backward(run),
+     "by {optim}, which updates the weights before gradients could be clipped", "use another --optim"),
     ("optim_args", lambda run: run["optim"] not in legal.names("optimizers_without_arguments"),
      "by {optim}", "use --adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay"),
     ("optim", lambda run: not (uses_deepspeed(run) and "optimizer" in (run.engine.json or {})),
@@ -193,6 +195,11 @@ def _package(setting: str, needed: Condition, module: str, distribution: str) ->
 # --- What else is wrong ---------------------------------------------------------------------------
 
 
+def _steps_in_backward(run: RunSpec) -> bool:
+    """True if the optimizer updates a weight as soon as its gradient is computed."""
+    return run["optim"] in ("lomo", "adalomo") or str(run["optim"]).endswith("layerwise")
+
+
 def compiles(run: RunSpec) -> bool:
     return bool(run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"])
 
@@ -275,6 +282,11 @@ _ERRORS = (
               '{{"use_reentrant": false}}', "Once the model is loaded: `ValueError: dictionary update sequence`."),
 
     # Optimizer and schedule
+    error_row("every_backward_pass_is_a_step", "optim",
+              lambda run: _steps_in_backward(run) and run.batch.total > run.batch.micro,
+              "{optim} updates the weights in each backward pass, so micro-batches and processes form no global batch",
+              "--optim adafactor, or train in one process with --global_batch_size equal to the micro-batch",
+              "Each micro-batch and each process takes steps of its own: OpenLMLab/LOMO#34."),
     error_row("the_schedule_works_under_deepspeed", "lr_scheduler_type", _asks_deepspeed_for_its_rate,
               "{lr_scheduler_type} reads optimizer.defaults, which DeepSpeed's optimizer does not have",
               "--lr_scheduler_type linear, or min_lr_rate (a fraction of the learning rate) in place of min_lr",

@@ -67,6 +67,8 @@ CASES |= {
     "fp16_needs_a_gpu": (Run("--fp16"), Run("--fp16", hardware=machine(T4))),
     "fp16_weights_cannot_be_unscaled": (
         Run("--dtype float16", hardware=machine(T4)), Run("--dtype float16 --fp16")),  # which does nothing on a CPU
+    "every_backward_pass_is_a_step": (
+        Run("--optim lomo"), Run("--optim lomo --global_batch_size 4 --per_device_train_batch_size 4")),
     "the_schedule_works_under_deepspeed": (
         Run(POLYNOMIAL, files=ds_json()), Run(POLYNOMIAL, files=ds_json(optimizer={"type": "Adam"}))),
     "weights_alone_cannot_find_the_best": (
@@ -124,6 +126,7 @@ UNREAD = [
     ("num_train_epochs", "2", "--max_steps -1", "--max_steps 5"),
     ("warmup_steps", "5", "--lr_scheduler_type linear", "--lr_scheduler_type constant"),
     ("lr_scheduler_kwargs", '{"num_cycles":2}', "--lr_scheduler_type cosine", "--lr_scheduler_type constant"),
+    ("max_grad_norm", "1", "--optim adamw_torch", "--optim lomo --global_batch_size 1"),
     ("optim_args", "beta1=0.8", SGD, "--optim adamw_torch"),
     ("load_best_model_at_end", "true", f"{EVAL} --save_strategy steps", "--save_strategy no"),
     ("torch_compile_mode", "default", "--torch_compile_backend inductor", "--torch_compile_backend eager"),

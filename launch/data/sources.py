@@ -12,7 +12,8 @@ from pathlib import Path
 
 import datasets
 import pyarrow
-from datasets import Dataset, DatasetDict, Features, IterableDataset, ReadInstruction
+from datasets import Dataset, DatasetBuilder, DatasetDict, Features, IterableDataset, ReadInstruction
+from datasets.packaged_modules.csv.csv import Csv
 from datasets.table import table_cast
 from huggingface_hub import HfApi
 
@@ -173,20 +174,32 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
             if unread and read:  # `datasets` finds splits by file name, perhaps in some of the files only
                 note = f"{plural(len(unread), 'file')} in {name} not read, such as {unread[0]}: '{name}/*' reads all"
                 print_note(note, console(os.environ.get("RANK", "0") == "0"))
-            return builder.as_streaming_dataset()
+            return _stream(builder)
         kind = str(file_kind(path))
         options = {"encoding": "utf-8-sig"} if kind == "text" else {}  # else the BOM stays in the first line
         # Absolute and escaped, because `datasets` reads brackets as a pattern, and `a:` as a URL.
         files = [glob.escape(str(file.absolute())) for file in paths]
-        return datasets.load_dataset_builder(kind, data_files=files, **options).as_streaming_dataset()
+        return _stream(datasets.load_dataset_builder(kind, data_files=files, **options))
     except Exception as error:  # parsers raise anything, and always about these files or this folder
         raise unreadable(name, error) from None
+
+
+def _stream(builder: DatasetBuilder) -> Mapping:
+    """Open a builder's splits. In a .csv, a column that begins with text stays text: pandas infers
+    types anew for each 10,000 rows, and rows with nothing but numbers would turn 007 into 7.
+    """
+    splits = builder.as_streaming_dataset()
+    if isinstance(builder, Csv):
+        first = next(iter(next(iter(splits.values())).with_format("arrow").iter(1)), None)
+        texts = [field.name for field in (first.schema if first else ()) if "string" in str(field.type)]
+        builder.config.converters = dict.fromkeys(texts, str)
+    return splits
 
 
 def _open_hub(name: str, config: str | None, commit: str | None) -> Mapping:
     try:
         if commit is not None:
-            return datasets.load_dataset(name, config, revision=commit, streaming=True)
+            return _stream(datasets.load_dataset_builder(name, config, revision=commit))
         return datasets.load_dataset(name, config)  # the Hub is unreachable: use the cache of `datasets`
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         what = f"{name!r} is neither a local file or folder nor a data set that can be read from the Hub"

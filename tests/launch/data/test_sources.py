@@ -70,6 +70,15 @@ def test_a_csv_in_which_a_comma_shifts_the_columns_is_refused(name, tmp_path, to
     assert "a comma in a text needs quotes" in found.what
 
 
+def test_texts_of_a_csv_stay_as_they_are_where_pandas_would_read_numbers(tmp_path, tokenizer):
+    """pandas infers types anew for each 10,000 rows, and in each file."""
+    (tmp_path / "a.csv").write_text("text\n" + "yes\n" * 10_000 + "007\n")
+    (tmp_path / "b.csv").write_text("text\n1.50\n")
+    data = load_data(run_with(dataset_name=f"{tmp_path}/*.csv", max_length=32), tokenizer)
+    ends = [data.train[number]["input_ids"] for number in range(9_999, 10_002)]
+    assert [tokenizer.decode(one, skip_special_tokens=True) for one in ends] == ["yes", "007", "1.50"]
+
+
 def test_train_and_test_split_may_be_slices_of_one_file(tmp_path, tokenizer):
     splits = {"dataset_train_split": "train[:80%]", "dataset_test_split": "train[80%:]", "eval_strategy": "epoch"}
     data = load_data(run_with(dataset_name=jsonl(tmp_path, texts(*"abcdefghij")), **splits), tokenizer)

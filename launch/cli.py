@@ -34,7 +34,7 @@ class Command(NamedTuple):
 _USAGE = "recipes [-h] [--version] COMMAND ..."
 _CATALOGUE, _COMPARE = ("launch.commands.catalogue",), ("launch.commands.compare",)
 _TRAIN, _USE = ("launch.commands.train",), ("launch.commands.use",)
-# Names that TRL, axolotl and others give to the same commands.
+# Names that TRL, axolotl and other tools give to our commands.
 _SYNONYMS = dict.fromkeys(("sft", "run", "finetune", "fine-tune", "launch"), "train") | {"chat": "generate"}
 
 GROUPS = {
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 done, 1 failed or target missed, 2 mistake, 75 signal, 130 Ctrl-C."""
     try:
         return _main(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # also while a command is imported
+    except KeyboardInterrupt:  # Ctrl-C may also come while a command is being imported
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
@@ -118,8 +118,8 @@ def _main(argv: list[str]) -> int:
 
 
 def _forget_launcher(name: str) -> None:
-    """Remove the variables of another launcher, which name processes to wait for and an engine.
-    Raises `UserError` if another launcher started several processes: each would train alone.
+    """Remove another launcher's variables: they name an engine, and processes to wait for. Raises
+    `UserError` if that launcher started several processes, because each process would train alone.
     """
     count = os.environ.get("WORLD_SIZE", "")
     if name in ("train", "fit", "rerun") and count not in ("", "1"):
@@ -134,8 +134,8 @@ def _forget_launcher(name: str) -> None:
 def _require_known(rest: list[str], parser: Parser, command: Command) -> None:
     """Raise `UserError` for an argument of `rest` that the command does not know.
 
-    If the command accepts train.py's flags too, the rules check those flags, and report all
-    mistakes at once. Here, a flag is refused only if the most similar flag is the command's own.
+    If the command accepts train.py's flags too, a later check reports all mistakes in those flags.
+    So this function then refuses a flag only if the most similar flag is one of the command's own.
     """
     known, is_submit = set[str](), "submit" in parser.prog
     if rest and (command.train_flags or is_submit):

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*dict.fromkeys([*names, *dashed]), **options)
 
     def takes(self, run: Callable[..., int], table: str, **defaults: Any) -> None:
-        """Add an argument for each line of `table`. The command calls `run(options, rest)`.
+        """Add an argument for each line of `table`. `run(options, rest)` carries out the command.
 
         Two spaces separate the argument from its help. An argument is `NAME`, `[NAME]` (optional),
         `--flag NAME`, or `--flag` for a switch. N is a whole number from 1; GB, GB/s and SHARE are
@@ -78,7 +78,7 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
     """Add a flag for each field of a dataclass. The field's metadata holds the help text.
 
-    A flag that is not given is absent from the parsed options, so that a default can replace it.
+    The parsed options hold only the flags that the user gave, so that defaults can fill the rest.
     """
     for field in dataclasses.fields(flags):
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}

@@ -1,4 +1,4 @@
-"""Output for people: the console of one rank, tables, problems, and numbers with their units.
+"""Output for people: the console of rank 0, tables, problems, and numbers with their units.
 
 `rich` is imported only to print, because quick commands need only the functions for numbers.
 """
@@ -44,7 +44,7 @@ def value_text(value: object) -> str:
 
 
 def finish_printing() -> None:
-    """Flush stdout. If its reader has gone, drop the output: else Python would exit with 120."""
+    """Flush stdout. If no reader is left, drop the output: else Python would exit with 120."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -52,7 +52,7 @@ def finish_printing() -> None:
 
 
 def console(is_main: bool = True, stderr: bool = False) -> Console:
-    """Return a console, which prints nothing unless `is_main`. Output to a file or a pipe is not
+    """Return a console that prints only if `is_main` is true. Output to a file or a pipe is not
     wrapped at 80 columns, and a `:b:` in a file's name does not become an emoji.
     """
     from rich.console import Console
@@ -66,8 +66,8 @@ def console(is_main: bool = True, stderr: bool = False) -> Console:
 def print_table(headings: list[str], rows: list[list[str]], stderr: bool = False, whole: bool = False) -> None:
     """Print a table. The first column holds names to copy, and is never cut.
 
-    If the output is a file or a pipe, or with `whole`, no other cell is cut either, and a line may
-    be wider than the terminal.
+    Other cells may be cut to fit the terminal. With `whole`, or if the output goes to a file or a
+    pipe, every cell stays whole, and a line may be wider than the terminal.
     """
     from rich.table import Table
 

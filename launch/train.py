@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> None:
-    """Check the run, load the data (maybe for hours) and train, unless nothing is left to train."""
+    """Check the run. If something is left to train, load the data (maybe for hours) and train."""
     out = console(world.is_main)
     print_progress("importing the libraries", out)
     prepare_process(run)
@@ -83,7 +83,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
         print_problems(advice, out)
         require_hub(run)
         finished = look_ahead(run)
-        if finished and world.nodes == 1:  # each of several nodes may have its own output folder
+        if finished and world.nodes == 1:  # several nodes may have different output folders: they decide later
             banner.print_earlier(finished, run, out)
             return
         with failure.catch_out_of_memory(run, argv, world, stop), world.meeting(run["ddp_timeout"]):
@@ -99,7 +99,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
 
 
 def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
-    """Load the model, train it and write run.json, unless an earlier run left nothing to train."""
+    """Load the model, train it and write run.json. If an earlier run has finished, only say so."""
     from launch.data.load import require_same
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room

@@ -62,10 +62,10 @@ _TRAINING = (
 
 
 class Row(NamedTuple):
-    """A setting, or another fact about a run, and its value in each of one or more records.
+    """A setting or another fact about runs, with an entry for each run's record.
 
-    `part` is the setting's source; if the records' sources differ, the closest to the command line.
-    For other facts, `part` is a group, such as machine. An entry has value, source and reason.
+    For a setting, `part` is the source; if sources differ, the source closest to the command line.
+    For another fact, `part` is a group, such as machine. An entry has value, source and reason.
     """
 
     part: str
@@ -86,7 +86,7 @@ def differences(records: Sequence[Json]) -> list[Row]:
     Then engine, processes, contents of data and model, files, code, machine, versions, environment.
 
     Settings in NO_DIFFERENCE are ignored, and so are different paths to the same contents. A fact
-    that one record lacks is ignored, except a setting, a package or a variable.
+    that one record lacks counts only if it is a setting, a package or an environment variable.
     """
     rows = []
     for name in sorted({name for record in records for name in record["settings"]} - NO_DIFFERENCE):
@@ -185,7 +185,7 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     trained = {name: entry["value"] for name, entry in around.get("settings", {}).items()}
     processes = options.num_processes or around.get("world_size")
     batch = options.global_batch_size or trained.get("global_batch_size")
-    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # train.py's own demonstration
+    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # no data, no model: demonstration
     recipes = {name: _recipe_run(name, processes, batch, by) for name in names if name not in records}
     for name, run in recipes.items():  # the part of a record that is known before a run begins
         settings = {each: {**vars(run.setting(each)), "value": shown(each, run[each])} for each in run}
@@ -225,7 +225,7 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _is_run(name: str) -> bool:
-    """True for a folder, a path with a slash or a .json, even a missing one; False for a recipe."""
+    """True for an existing folder, and for any path with a slash or .json; False for a recipe."""
     is_recipe = name in RECIPES or name.endswith((".yaml", ".yml")) or re.search(r"\.py(:\w*)?$", name)
     return not is_recipe and ("/" in name or name.endswith(".json") or Path(name).is_dir())
 
@@ -248,7 +248,7 @@ def _status(record: Json) -> str:
 
 
 def _names_of(paths: list[Path]) -> list[str]:
-    """Return the names of the folders; the paths as written if two folders have the same name."""
+    """Return the folders' names or, if two folders have the same name, the paths as written."""
     names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
     return names if len(set(names)) == len(names) else list(map(str, paths))
 
@@ -290,7 +290,7 @@ def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = Fals
 
 
 def results(records: list[Json]) -> dict[str, list[float | None]]:
-    """Return each run's losses, metrics, speed and memory, without values that no run has."""
+    """Return losses, metrics, speed and memory of each run, by name, if any run has the value."""
     numbers = [_numbers(record) for record in records]
     evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
     metrics = sorted(filter(is_figure, evaluated))

@@ -65,7 +65,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     asked = ("gpu", "gpu_memory", "host_memory", "nodes", "recipe", "accelerate_config", "mfu", "bandwidth")
     given = {name: getattr(options, name) for name in asked}
     print_progress(f"planning {options.model}, which takes some seconds", console(stderr=True))
-    gc.disable()  # collections would visit every object of torch and transformers again and again
+    gc.disable()  # garbage collection would visit every object of torch and transformers again and again
     try:
         plan = plan_memory(options.model, num_processes=processes, argv=rest, **given)
     finally:
@@ -143,7 +143,7 @@ def _print_time(plan: Plan, processes: int, timed: bool) -> None:
 
 
 def _print_notes(plan: Plan) -> None:
-    """Print notes on individual recipes, and then which recipes are refused."""
+    """Print notes on individual recipes, and then the recipes that are refused."""
     for entry in plan.recipes:
         if entry.moment == EVALUATION:
             print(f"{entry.name}: evaluations set the peak; a smaller --per_device_eval_batch_size lowers it")
@@ -155,7 +155,7 @@ def _print_notes(plan: Plan) -> None:
 
 
 def _why(plan: Plan) -> str:
-    """Return why the recommended recipe is the best of the recipes that fit."""
+    """Return the reason to prefer the recommended recipe among the recipes that fit."""
     if sum(entry.fits for entry in plan.recipes) == 1:
         return "which fits"
     return "which fits with the least communication and offload" if plan.unknown_compute else "the fastest that fits"

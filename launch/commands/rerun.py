@@ -86,7 +86,7 @@ def _output_dir(record: Json, file: Path, typed: Settings) -> str:
 
 
 def _commit(record: Json, typed: Settings) -> Json:
-    """Return the flag for a Hub model's recorded commit; empty if unknown or if the user set it."""
+    """Return a Hub model's recorded commit as a flag, unless the user gives a model or revision."""
     model = str(record.get("model"))
     if not model.startswith("commit ") or {"model_revision", "model_name_or_path"} & set(typed):
         return {}
@@ -122,7 +122,7 @@ _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 def _matters(row: Row, record: Json, run: RunSpec) -> bool:
     """True if the difference can change the training. False if another difference causes this one,
-    or if only the recorded or only the installed version of a library has the setting.
+    or if the recorded or the installed version of a library lacks the setting.
     """
     name, then = row.name, row.values[0]
     if row.part == "contents":  # missing data or a missing model is reported elsewhere
@@ -140,5 +140,5 @@ def _matters(row: Row, record: Json, run: RunSpec) -> bool:
         return record.get("world_size") in (None, run.world_size)
     if run.setting(name).source == COMMAND_LINE:
         return True
-    given_again = not recorded.is_derived(row.entries[0]["source"])  # the rerun refuses such a value if not legal
+    given_again = not recorded.is_derived(row.entries[0]["source"])  # then the rerun refuses an illegal value
     return name not in recorded.at_a_place(record) and (recorded.is_legal(name, then) or not given_again)

@@ -137,7 +137,7 @@ def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def in_own_yaml(name: str | None) -> int | None:
-    """Return `num_processes` of a user's own YAML, or None. Raises `UserError` if it is missing."""
+    """Return `num_processes` of the user's own YAML, if any. A missing file raises `UserError`."""
     if name is None:
         return None
     file = find_yaml(name)

@@ -42,11 +42,11 @@ _MERGE = f"""
 --output FOLDER             where to write the model [FOLDER/merged]
 --model_name_or_path MODEL  the base model [the run's base model]
 """
-# The largest difference, relative to the largest logit, that is allowed between the logits of the
-# merged model and of base plus adapter. Merged weights are rounded to the base model's dtype.
+# The allowed distance between the logits of the merged model and of base plus adapter, as a share
+# of the largest logit. Distances arise because merged weights are rounded to the base's dtype.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-INPUTS, LENGTH = 3, 16  # sequences that both models get, and tokens of each
-# Overrides that turn off what only a training needs, such as saving and reporting.
+INPUTS, LENGTH = 3, 16  # number of sequences that both models get, and tokens per sequence
+# Overrides that turn off parts that only a training needs, such as saving and reporting.
 _OFF = {
     "eval_strategy": "epoch", "save_strategy": "steps", "load_best_model_at_end": False, "push_to_hub": False,
     "report_to": "none", "measure": None, "early_stopping_patience": None, "fresh": False,
@@ -68,7 +68,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print an evaluation's metrics, but no times or speeds. `UserError` without held-out data."""
+    """Print evaluation metrics, not times or speeds. Raises `UserError` without held-out data."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics = _evaluated(Path(options.folder), argv, scratch)
     rows = [[name, f"{value:.4f}"] for name, value in metrics.items() if is_figure(name) and name != "epoch"]
@@ -131,7 +131,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
         ids = tokenizer(options.prompt)["input_ids"]
-        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # as in training; some tokenizers append EOS
+        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # as in training, cut the tokenizer's EOS
         inputs = tokenizer.pad({"input_ids": [ids]}, return_tensors="pt")
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision(run))
     with torch.autocast(model.device.type, precision) if precision else contextlib.nullcontext():
@@ -141,7 +141,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_by: Any) -> RunSpec:
-    """Return the run of a folder, for one process here. `argv` and `changed` replace its settings.
+    """Return a folder's run, for one process. `argv` and `changed` override the run's settings.
     If the folder holds a whole model, that model replaces model_name_or_path; a note is printed if
     a merged model is older than its adapter. Raises `UserError` with every problem.
     """

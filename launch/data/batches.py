@@ -37,7 +37,7 @@ class _Made(torch.utils.data.Dataset):
         self._tables = self.examples.with_format("arrow")  # once, because with_format takes as long as reading 40 rows
 
     def cut(self) -> str:
-        """Describe how many tokens max_length cuts from longer examples; empty if it cuts none."""
+        """Describe the tokens that max_length cuts from long examples; empty if no token is cut."""
         lengths = lengths_of(self.examples)
         lost = int(np.maximum(lengths - self.length, 0).sum())
         share = f"{lost / max(1, lengths.sum()):.1%}"
@@ -135,11 +135,11 @@ def joins(run: Settings) -> bool:
 
 
 def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
-    """Return an array that is True for each example with something to learn. A micro-batch in which
-    no example has anything to learn would have a loss of nan.
+    """Return an array that is True for each example with something to learn. A micro-batch with
+    nothing to learn would have a loss of nan.
 
     `first_learned` is the column of that name in the tokens. Examples are cut at `max_length`, so a
-    later token does not count unless texts are joined. Raises `UserError` if texts are joined and
+    later token counts only if texts are joined. Raises `UserError` if texts are joined and
     a prompt is not learned, because a row could then hold nothing but a prompt.
     """
     if not joins(run):

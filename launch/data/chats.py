@@ -1,7 +1,7 @@
 """Render chats of the usual formats with the tokenizer's chat template, and find the text to learn.
 
-trl's `maybe_convert_to_chatml` renames the keys of ShareGPT but not its roles, so that a template
-meets `human`, `gpt` and `function_call`. That function does not read tools written as JSON either.
+trl's `maybe_convert_to_chatml` is not used: it renames the keys of ShareGPT, but leaves roles that
+templates do not know (`human`, `gpt`, `function_call`), and does not read tools written as JSON.
 """
 
 import contextlib
@@ -221,7 +221,7 @@ class _Template:
             raise mistake("dataset_name", what, fix) from None
 
     def marked(self) -> Spans | None:
-        """Return the spans in the template's {% generation %} blocks; None if it has no blocks."""
+        """Return the spans in the template's {% generation %} blocks; None without such blocks."""
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return None
         options = dict(tools=self.tools, chat_template=self.source, return_assistant_tokens_mask=True)
@@ -251,9 +251,9 @@ class _Template:
         return found
 
     def _end(self, number: int) -> int:
-        """Return the index after an answer, for a template that writes an answer otherwise if no
-        message follows it (Qwen 3's). The text after the content is the same for any content. The
-        chat that ends with this answer shows how an answer is closed (<|im_end|>).
+        """Return the index after an answer, for a template that writes the last answer differently
+        from earlier ones (Qwen 3's). A mark in place of the content finds the text that follows it.
+        A chat that ends with this answer shows how the template ends an answer (<|im_end|>).
         """
         chat = [*self.chat[:number], {**self.chat[number], "content": "\0"}]
         after = closing = ""
@@ -268,7 +268,7 @@ class _Template:
         return end + len(closing)
 
     def _begin(self, number: int) -> int:
-        """Return the index of a message's first character; for an answer, of the assistant's words.
+        """Return the first index of a message or, in an answer, of the assistant's words.
 
         Some templates write earlier messages differently if no message follows them. For these
         templates, find the first character that changes with the message's content.

@@ -39,14 +39,14 @@ def formats(run: Settings, columns: Collection[str]) -> list[Format]:
 
 
 def are_chats(run: Settings, features: Mapping[str, Any]) -> bool:
-    """True if the tokenizer's chat template, if it has one, renders rows with these columns."""
+    """True if rows with these columns go through the chat template of a tokenizer that has one."""
     own = next(iter(formats(run, features)), None)
     is_text = own == COMPLETIONS and "string" in str(getattr(features["completion"], "dtype", ""))
     return own in (*CHATS, COMPLETIONS, ALPACA) and own != (run["dataset_text_field"],) and not is_text
 
 
 def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
-    """Map old column names to new names. A column is left out if another gets its name."""
+    """Map old column names to new names. A column is left out if another column gets the name."""
     new = part.columns
     return {name: new.get(name, name) for name in names if name in new or name not in new.values()}
 
@@ -114,8 +114,8 @@ def check_columns(run: RunSpec) -> list[Problem]:
 
 
 def _is_shifted(file: Path) -> bool:
-    """True if a .csv has more cells in its first row than in its header. pandas takes the first
-    cells for row names, and columns shift. One number in front is a row name (R writes such files).
+    """True if the first row of a .csv has more cells than the header: pandas would take the first
+    cells for row names, and shift the columns. One number in front is allowed: R writes row names.
     """
     from pyarrow import input_stream
 

@@ -39,7 +39,7 @@ def encode_rows(
 ) -> list[Tokens]:
     """Return the tokens and labels of each row; empty lists for a row that `_read` leaves out.
 
-    With `first`, the index of the first row in its split, a `UserError` names the row.
+    If `first`, the index of the first row in its split, is given, a `UserError` names the bad row.
     `embeddings` is the number of the model's embeddings, perhaps fewer than the tokenizer's tokens.
     """
     known = formats(run, features)
@@ -70,7 +70,7 @@ def encode_rows(
 
 
 def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text | Chat | Tokens | None:
-    """Read a row in its format `own`; None if text, completion or chat (`read_chat`) is empty."""
+    """Read a row in format `own`; None for an empty text, completion or chat (see `read_chat`)."""
     is_text = own == (run["dataset_text_field"],)
     if own == IDS and not is_text:
         return _token_ids(row, len(tokenizer))
@@ -112,7 +112,7 @@ def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
 
 def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Tokens]:
     """Tokenize prompt and completion apart, as generation does, so that no token spans both. EOS
-    ends each example, so that the model learns to stop; a classifier's texts get none.
+    ends each example, so that the model learns to stop; a classifier's texts get no EOS.
     """
 
     def tokenize(words: list[str], **options) -> list[list[int]]:
@@ -124,8 +124,8 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
         return [(ids, ids) for ids in tokenize(prompts, truncation=True, max_length=run["max_length"])]
     found: list[Tokens] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # Llama 2's tokenizer adds a space before a text, but not after a line break. So a line break
-    # precedes a completion, unless the tokenizer drops or merges the line break, as XGLM's does.
+    # Llama 2's tokenizer adds a space before a text, but not after a line break. So a completion is
+    # tokenized after a line break, later cut off, if the tokenizer keeps line breaks (not XGLM's).
     line, letter, both = tokenize(["\n", "a", "\na"], add_special_tokens=False)
     lead = line if both[: len(line)] == line and both[len(line) :] != letter else []
     written = ["\n" * bool(lead) + text.completion for text in texts]
@@ -133,7 +133,7 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
     begin = [tokenizer.bos_token_id]
     for text, prompt, completion in zip(texts, tokenize(prompts), completions, strict=True):
         before = prompt[:-1] if prompt[-1:] == end else prompt  # some tokenizers append EOS to every text
-        before = before[1:] if before[:2] == begin * 2 else before  # the text itself begins with BOS
+        before = before[1:] if before[:2] == begin * 2 else before  # BOS twice: the text has its own
         after = completion if completion and completion[-1:] == end else [*completion, *end]
         ids = [*before, *after]
         found.append((ids, ids if text.learns_prompt else [IGNORED] * len(before) + after))

@@ -53,7 +53,7 @@ class Target:
 def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Target:
     """Recognise the target by the values in the column `label`: texts and integers are classes,
     other numbers are targets of a regression, and lists are several classes at once.
-    `--problem_type` overrides this if the values allow it.
+    `--problem_type` may name another target that the values allow.
 
     `classes` are the class names of a model that was trained to classify, in the model's order.
     Raises `UserError` if labels are missing, mixed or all the same, or do not fit --problem_type.

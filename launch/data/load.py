@@ -29,7 +29,7 @@ class Data:
     """The data in the form that Trainer needs, and a description for people.
 
     `labels` are the names of a classifier's outputs, and `problem_type` is the kind of its target;
-    both are None for language models. `commit` is the commit of Hub data; None if unknown.
+    both are None for language models. `commit` is the commit of Hub data, else None.
     `are_chats` is True if the tokenizer's chat template renders the rows, or some of them.
     """
 
@@ -54,8 +54,8 @@ class Data:
 
 
 def require_same(data: Data, world: World) -> None:
-    """Raise `UserError` on a rank that reads another commit of Hub data than rank 0. This can
-    happen because each process asks the Hub for the newest commit.
+    """Raise `UserError` on a rank that reads another commit of Hub data than rank 0. Commits
+    can differ because each process asks the Hub for the newest commit.
     """
     commit = world.decide(lambda: data.commit)
     if commit and data.commit and commit != data.commit:
@@ -64,7 +64,7 @@ def require_same(data: Data, world: World) -> None:
 
 
 def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
-    """Return the run's data, ready to train on. Raises `UserError` if it cannot be trained on.
+    """Return the run's data, ready to train on. Raises `UserError` for data that cannot be used.
 
     Tokenizing may take hours: one process of each node tokenizes, and the others wait. Call this
     before a process group is joined, because the group's time-outs would end the waiting processes.

@@ -36,7 +36,7 @@ _ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`
 def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, str]:
     """Map `dataset_train_split` and, if the run evaluates, `dataset_test_split` to splits of this
     part of the data. Raises `UserError` if there is no split to evaluate on, except in a mixture,
-    where another part may have one.
+    where another part may have such a split.
     """
     wanted = {"dataset_train_split": part.split or run["dataset_train_split"]}
     if run["eval_strategy"] != "no":
@@ -49,16 +49,16 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Return the number of rows to read of each split. Raises `UserError` if one is missing."""
+    """Return the number of rows to read of each split. A missing split raises `UserError`."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
-        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # at this size, even 1 % of the rows means all
+        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # even 1 % of so many exceeds 10**9: read all
             needed[part.splitname] = max(needed.get(part.splitname, 0), part.to if part.to < 10**9 else math.inf)
     return needed
 
 
 def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
-    """Return the rows of a split such as `train[:10]+test`. Raises `UserError` if it is empty."""
+    """Return the rows of a split such as `train[:10]+test`. An empty split raises `UserError`."""
     parts = _parts({name: len(split) for name, split in splits.items()}, flag, wanted)
     pieces = [splits[part.splitname].select(range(part.from_, part.to) or []) for part in parts]
     rows = datasets.concatenate_datasets(pieces)
@@ -70,7 +70,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """Resolve `train[:95%]` by the splits' `rows`. Raises `UserError` if a split is missing."""
+    """Resolve `train[:95%]` by the number of rows per split. A missing split raises `UserError`."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):
@@ -177,7 +177,7 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
             return _stream(builder)
         kind = str(file_kind(path))
         options = {"encoding": "utf-8-sig"} if kind == "text" else {}  # else the BOM stays in the first line
-        # Absolute and escaped, because `datasets` reads brackets as a pattern, and `a:` as a URL.
+        # Use absolute, escaped paths: `datasets` reads brackets as a pattern, and `a:` as a URL.
         files = [glob.escape(str(file.absolute())) for file in paths]
         return _stream(datasets.load_dataset_builder(kind, data_files=files, **options))
     except Exception as error:  # parsers raise anything, and always about these files or this folder

@@ -36,18 +36,18 @@ from recipes.run import Json, RunSpec
 
 WINDOW = 1_000  # examples that are packed and shuffled together
 PLACE = "place"  # the key under which an example or a batch holds the place where the stream continues
-SHARDS = 1024  # for rows on the disk: enough for nearly equal shares, whatever the number of readers
+SHARDS = 1024  # of data on the disk: enough for any number of readers to get nearly equal shares
 
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """An endless stream of examples, in windows of at most WINDOW. Each example carries the place
-    after it, a dict: `window` is the window's number, `taken` counts its examples yielded so far,
-    and `parts` holds the window's start in each part: the epoch (`round`), the state of `datasets`
-    (`rows`), and the number of examples to skip after that state (`used`).
+    """An endless stream of examples, in windows of at most WINDOW. Each example carries a dict, the
+    place to resume after it: the window's number (`window`), the count of the window's examples so
+    far (`taken`), and the window's start in each part (`parts`). A start has an epoch (`round`), a
+    state of `datasets` (`rows`), and the number of examples to skip after this state (`used`).
 
-    Each worker of each rank is a reader with its own rows. `places` maps a worker to the place
-    where it resumes. Others begin in epoch `first_round`. Worker `turn` yields the first batch.
+    Each worker of each rank is a reader with its own rows. `places` maps workers to places where
+    they resume; other workers begin in epoch `first_round`. Worker `turn` yields the first batch.
     """
 
     parts: Sequence[Encoder]
@@ -118,7 +118,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """For each window from `first` on, yield its start in part `number`, and its examples."""
+        """Yield each window's start and examples in part `number`, from window `first` on."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -142,7 +142,7 @@ class Stream(torch.utils.data.IterableDataset):
                 rows, fellow, fellows = dealt(encode.source.rows, reader, readers)
                 if self.shuffles:
                     rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
-                learns = bool(before or used)  # assumed if an earlier start began this round
+                learns = bool(before or used)  # assumed True for an epoch that an earlier start began
                 for table, after in replace(encode.source, rows=rows).tables(size * fellows, before):
                     begin = fellow if before or fellow < len(table) else fellow % len(table)  # fewer rows than readers
                     tokens = encode(table.take(np.arange(begin, len(table), fellows)))
@@ -166,11 +166,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
-    """Return a reader's shards, its index among the readers that share these shards, and the number
-    of these readers, which take turns in the rows. A reader is one data worker.
+    """Deal the shards of `rows` to the readers (the data workers of all ranks). Return a reader's
+    shards, its index among the readers that take turns in them, and the number of these readers.
 
     Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
-    rows have their own epoch number. All workers of a process share the epoch number of `rows`.
+    rows have an epoch number of their own, because a process's workers share that of `rows`.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
@@ -178,8 +178,8 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
 
 
 def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
-    """Open a part as a stream to train on. Its evaluation data is tokenized once and cached. Raises
-    `UserError` if a split is missing, or if the first rows cannot be read or encoded.
+    """Open a part as a stream to train on. The part's evaluation data is tokenized once and cached.
+    Raises `UserError` if a split is missing, or if the first rows cannot be read or encoded.
     """
     commit = sources.newest_commit(part.name)
     splits = sources.open_splits(run, part, commit, SHARDS)

@@ -5,7 +5,7 @@ A folder in the cache of `datasets` is for one version of data, code, tokenizer 
 holds the tokens in files of about 50 MB. index.json records where in the data the last file ends: a
 start after a kill resumes there, and so does a start that needs more rows. Tokens do not depend on
 packing. Only a classifier's tokens depend on max_length, because the tokenizer truncates.
-`Dataset.map` would copy the raw data, and would start anew after a kill.
+`Dataset.map` is not used: it would copy the raw data, and start anew after a kill.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from recipes.run.files import read_json
 NOTHING = np.iinfo(np.int32).max  # the `first_learned` of a row with nothing to learn
 UNIT_BYTES = 50_000_000
 ROWS_AT_ONCE = 256
-PIECE_BYTES = 2_000_000  # of rows in one tokenizer call, which takes a hundred times as much memory
+PIECE_BYTES = 2_000_000  # size of the rows in one tokenizer call; the call takes a hundred times as much memory
 
 _SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # the settings that encoding reads
 _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_length")
@@ -113,10 +113,10 @@ class Encoder:
     source: Source
     run: Settings
     tokenizer: Any
-    embeddings: int  # how many of the tokenizer's tokens the model has embeddings for
+    embeddings: int  # number of the tokenizer's tokens that have an embedding in the model
 
     def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
-        """Return the tokens of each row. `first` is the index of the first row; None if unknown.
+        """Return the tokens of each row. `first` is the index of the first row, None if not known.
         Raises `UserError` for a malformed row.
         """
         tokens: list[Tokens] = []
@@ -137,14 +137,14 @@ class Encoder:
 
 
 def encoder_of(run: RunSpec, tokenizer, part: Part, rows: IterableDataset) -> Encoder:
-    # A dict, because workers that are not forked get a pickle, and a RunSpec cannot be pickled.
+    # Settings go as a dict: a worker that is not forked gets a pickle, and a RunSpec has none.
     return Encoder(
         sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer, _known(run, tokenizer)
     )
 
 
 def _known(run: RunSpec, tokenizer) -> int:
-    """Return how many of the tokenizer's tokens the model has embeddings for."""
+    """Return the number of the tokenizer's tokens that have an embedding in the model."""
     return min(len(tokenizer), text_config(run.model or {}).get("vocab_size") or len(tokenizer))
 
 
@@ -160,7 +160,7 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start
     try:
         for number, (table, after) in enumerate(encode.source.tables(ROWS_AT_ONCE, place)):
-            if number and workers > 1:  # not for little data: a later fork could hang in threads
+            if number and workers > 1:  # not for little data: after threads have run, a fork could hang
                 os.environ["TOKENIZERS_PARALLELISM"] = "true"
             yield encode(table, first), after
             first += len(table)
@@ -237,7 +237,7 @@ def cache_folder() -> Path:
 
 
 def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
-    """Return the folder of the tokens, and the commit of data from the Hub (None if unknown)."""
+    """Return the folder of the tokens, and the commit of Hub data (None offline or if local)."""
     files = sources.file_versions(part.name)
     packages = [package.__version__ for package in (datasets, tokenizers, transformers)]
     read = _OF_CLASSIFIERS if run["task"] == "sequence_classification" else _SETTINGS
@@ -258,7 +258,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
 
 def _contents(tokenizer) -> list:
     """Return a tokenizer's class, config and hashes of other files, which decide the tokens."""
-    if tokenizer.is_fast:  # drop the options of its last call, which its files would hold
+    if tokenizer.is_fast:  # saved files would hold the options of the last call: drop them
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     with tempfile.TemporaryDirectory() as folder:

@@ -72,8 +72,8 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
     """
     from launch.doctor.machine import Request
 
-    # Not SLURM_NNODES, which is also set in a shell of salloc, where no other node runs this
-    # command.
+    # Do not read SLURM_NNODES: in a shell of salloc it counts all nodes, but only this node runs
+    # the command.
     nodes = options.nodes or _number_in(environment, "SLURM_STEP_NUM_NODES", default=1)
     rank = options.machine_rank
     if rank is None:
@@ -92,7 +92,7 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
 
 
 def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
-    """Return the first set variable, or `default`. Raises `UserError` if it is no number."""
+    """Return the first set variable's number, or `default`. Raises `UserError` for other text."""
     name = next((name for name in names if environment.get(name)), "")
     if name and not environment[name].isdigit():
         what = f"{environment[name]!r} is not a whole number"

@@ -1,7 +1,7 @@
 """One rank of a probe run of `recipes doctor`: run real collectives and judge speeds.
 
-launch/doctor/probe.py starts one such process for each process that would train, and reads what
-each rank reports. A rank that fails, hangs or dies affects nothing outside the probe run. Each
+launch/doctor/probe.py starts this file once for each rank of a training, and reads each rank's
+report. A rank that fails, hangs or dies affects nothing outside the probe run. Each
 stage is a function that returns a `Check` or None, and raises if the rank cannot continue.
 """
 
@@ -162,7 +162,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
     """Compare the bus bandwidth of an all-reduce of `size` bytes with the `speed` of the link.
 
     Bus bandwidth is size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests,
-    doc/PERFORMANCE.md. `latency`: seconds of an all-reduce of one number. `speed`: bytes/s or None.
+    doc/PERFORMANCE.md. `latency`: seconds to all-reduce one number. `speed`: bytes/s, if known.
     """
     reached = 2 * size * (ranks - 1) / ranks / seconds
     known = numbers(**{"all-reduce": (reached, "bytes/s"), "latency": (latency, "s")})
@@ -174,7 +174,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
 
 
 def _link(rank: Rank) -> tuple[str, float | None]:
-    """Return the ranks' link, and its usual (InfiniBand: nominal) bytes/s; None if unknown."""
+    """Return the ranks' link, and its usual speed in bytes/s (InfiniBand: nominal), if known."""
     if rank.size > rank.local_size:
         rates = [file.read_text().split()[0] for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
         if rank.cuda and rates:  # "200 Gb/sec (4X HDR)"

@@ -1,4 +1,4 @@
-"""`recipes doctor`: its `Request`, and the checks of this machine: software, GPUs, memory, disks.
+"""The `Request` of `recipes doctor`, and checks of this machine: software, GPUs, memory, disks.
 
 No check here imports torch.
 """
@@ -129,7 +129,7 @@ _CSV = "--format=csv,noheader,nounits"
 
 @cache
 def driver() -> tuple[str, str]:
-    """Return the driver's version, and the error of nvidia-smi. Both are empty without nvidia-smi.
+    """Return the driver's version and the error of nvidia-smi, both empty without nvidia-smi.
 
     All other queries call this function first, so that a hanging nvidia-smi is called only once.
     """

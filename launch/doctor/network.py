@@ -65,7 +65,7 @@ def interfaces() -> dict[str, str]:
 def own_interface(request: Request) -> tuple[str, str]:
     """Return the address and the interface by which this node reaches node 0, each empty if
     unknown. Node 0 may reach itself by loopback: then return its first other interface, if any.
-    Connecting a UDP socket sends no packet.
+    To ask the system, connect a UDP socket, which sends no packet.
     """
     known = {address: name for name, address in interfaces().items()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ class Meeting:
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
         """Send the message `own`, and return the messages of all nodes in order: None for a node
-        that is more than `seconds` + _ANSWER_SECONDS late. If node 0 has gone, None for all others.
+        that is more than `seconds` + _ANSWER_SECONDS late, or for all others if node 0 has gone.
         """
         try:
             return self.say(seconds + _ANSWER_SECONDS, own)

@@ -11,7 +11,7 @@ from launch.host import processes
 from launch.host.launcher import threads_per_process
 from recipes.run import Json
 
-# The functions of links.py, in the order in which they run.
+# Stages, which are functions of links.py, in the order in which they run.
 _SPEEDS = ("matmul",)
 OF_LINKS = ("connection", "bandwidth", "end")
 STAGES = ("start", "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")

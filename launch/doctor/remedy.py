@@ -18,8 +18,8 @@ from launch.doctor.probe import OF_LINKS, OF_ONE, STAGES, StageFailure, probe_ru
 _LATER = 5  # seconds after --timeout in which another node's probe run may still end
 Switches = tuple[tuple[str, str], ...]  # variables and their values
 
-# Names: NVIDIA's NCCL documentation, "Environment Variables"; torch.distributed's, "Choosing the
-# network interface".
+# Sources of the names: NVIDIA's NCCL documentation, "Environment Variables"; documentation of
+# torch.distributed, "Choosing the network interface".
 _P2P, _IB, _SHM = ("NCCL_P2P_DISABLE", "1"), ("NCCL_IB_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")
 _NVLS = ("NCCL_NVLS_ENABLE", "0")
 _EFFECTS = {
@@ -34,7 +34,7 @@ _INTERFACE = "uses no other network: this costs nothing if this one is the node'
 def switch_sets(request: Request) -> list[Switches]:
     """Return the sets of switches that have helped somebody, in the order in which to try them.
 
-    With several nodes, only the interface to node 0 is tried: all nodes try equally many sets.
+    With several nodes, try only the interface to node 0, so that all nodes try equally many sets.
     """
     names = sorted(interfaces(), key=lambda name: name == "lo")
     if request.nodes > 1:
@@ -71,9 +71,9 @@ class _Attempts:
     failed: list[int] = field(default_factory=list)
 
     def worst(self, own: StageFailure | None, failed: bool = False) -> StageFailure | None:
-        """Exchange the nodes' failures (`own` is this node's). Return the failure that explains all
-        other failures, or None: a rank that was killed from outside comes first, then the failure
-        at the earliest stage, and last a failure that is only `by_another`.
+        """Exchange the nodes' failures (`own` is this node's). Return the failure that explains the
+        others, if any: first a rank that was killed from outside, then the failure at the earliest
+        stage, and last a failure that is only `by_another`.
         """
         this, later = self.meeting.request.machine_rank, max(0.0, self.meeting.request.seconds_left) + _LATER
         said = self.meeting.exchange(later, failure=own and asdict(own), failed=failed)
@@ -112,7 +112,7 @@ class _Attempts:
         return again.check(self.remedy(again.fix) if again.stage in OF_LINKS and not again.by_signal else "")
 
     def remedy(self, cause: str) -> str:
-        """Return `export` lines that let the ranks communicate, or text that says why none do."""
+        """Return `export` lines that let the ranks communicate, or the reason to give none."""
         request, tried, sets = self.meeting.request, 0, switch_sets(self.meeting.request)
         while tried < len(sets) and request.seconds_left > 0:
             switches, tried = sets[tried], tried + 1

@@ -27,7 +27,7 @@ class Variant:
     """One way to take the same optimizer step, and the reason for its result.
 
     `clip`: clip the gradient when it is "unscaled" (right) or still "scaled" (wrong); never if "".
-    `goal`: the variant's heading in the table that `goals` makes; empty: not in that table.
+    `goal`: the variant's heading in the table that `goals` makes; empty for no column.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """`--fit`: find the largest micro-batch that really runs here, at the same global batch.
 
-For each candidate micro-batch, every rank starts a process, the probe, which takes two steps of at
-most two micro-batches of the longest example. The rank itself holds nothing on the GPU. A
-micro-batch fits if it runs on all ranks. The ranks share results through a store, because a process
-group would need GPU memory (NCCL) or a network interface that gloo finds.
+For each candidate micro-batch, every rank starts a process, the probe. On copies of the longest
+example, the probe takes two steps of at most two micro-batches each. The rank itself holds nothing
+on the GPU. A micro-batch fits if it runs on all ranks. The ranks share results through a store: a
+process group would need GPU memory (NCCL) or a network interface that gloo finds.
 """
 
 import os
@@ -28,7 +28,7 @@ from recipes.run.batch import Batch
 
 PROBE = __name__
 RESERVE = 0.05  # the share of the limit to keep free: in a long run lengths vary and memory fragments
-_GRACE = 3  # seconds after the first failure in which other ranks may report their own
+_GRACE = 3  # seconds after the first failure in which other ranks may report their failures
 _STEPS = 2  # the optimizer has its state from the second step on
 
 # A probe saves and reports nothing, and its schedule needs no evaluation.
@@ -62,8 +62,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
 
 
 def _start(run: RunSpec) -> Json:
-    """Return a dict with a valid fit.json (`kept`); or, for a search, `limit` (bytes per process),
-    a first micro-batch (`guess`), a `port` for probes. Raises `UserError` for a read-only folder.
+    """Return a dict: `kept`, a valid fit.json, or for a search `limit` (bytes per process), `guess`
+    (the first micro-batch) and `port` (for probes). Raises `UserError` for a read-only folder.
     """
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):
@@ -131,7 +131,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
 
 def _tokenize(run: RunSpec) -> None:
     """Tokenize the data for all probes, after the checks that need no tokens. Probes must not
-    tokenize. If tokenizing filled the RAM, a micro-batch would seem too large.
+    tokenize: if tokenizing filled the RAM, a micro-batch would seem too large.
     """
     from launch.data.tokens import of_parts
     from launch.output.resume import look_ahead

@@ -83,7 +83,7 @@ def listen() -> None:
     threading.Thread(target=_pass_on_all, args=(reading,), daemon=True).start()
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some
-            signal.signal(number, lambda *_: _is_passed_on.acquire())  # the main thread starts no rank meanwhile
+            signal.signal(number, lambda *_: _is_passed_on.acquire())  # until then, the main thread starts no rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked the signals
 
 
@@ -160,8 +160,8 @@ def launcher_argv() -> list[str]:
 
 
 def first_environment() -> Mapping[str, str]:
-    """Return the environment as the user set it: the launcher's or, without one, this process's at
-    its start. Launchers, libraries and our code add variables later. If unreadable, `os.environ`.
+    """Return the environment in which the user started the launcher or, without a launcher, this
+    process: later variables are not the user's. If the system hides it, return `os.environ`.
     """
     try:
         return psutil.Process(os.getppid() if launcher_argv() else None).environ()

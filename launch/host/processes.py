@@ -1,7 +1,7 @@
 """Start processes on this machine, end them, and read their logs.
 
-`ask` starts this file as a script, which calls `main` of a module of ours. This file alone makes
-our packages importable in a new Python, as they may not be installed.
+`ask` starts this file as a script, which calls `main` of one of our modules. The script first makes
+our packages importable, because they may not be installed.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
     r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
 )
-# Names of variables and keys that hold secrets. TOKENIZERS_PARALLELISM is not one.
+# Names of variables and keys that hold secrets. TOKENIZERS_PARALLELISM is no such name.
 _NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|[_-]KEYS?\b|APIKEY|ACCESSKEY)"
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # Harmless names: counts of tokens, special tokens such as `pad_token`, columns such as `text_key`.
@@ -34,7 +34,7 @@ _SHORTEST = 8  # a shorter value is no key, and would be hidden wherever a text 
 
 
 def in_environment() -> set[str]:
-    """Return values (not very short ones) of environment variables with names such as API_KEY."""
+    """Return the values, if not very short, of environment variables named like API_KEY."""
     named = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return {value for value in named if len(value.strip()) >= _SHORTEST}
 
@@ -61,7 +61,7 @@ def recorded_text(text: str) -> str:
 
 
 def refuse_tokens(run: RunSpec) -> None:
-    """Raise `UserError` if a setting holds a token, which would appear in the job's command."""
+    """Raise `UserError` if a setting holds an access token: the job's command would show it."""
     for name in run.given:
         if name.endswith("_token") and run[name]:
             raise _refused(name)

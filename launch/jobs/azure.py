@@ -105,8 +105,8 @@ class Azure(Target):
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=_PACKAGES)
 
     def render(self, job: Job) -> str:
-        """Return the job as YAML. Its relative paths point to the code that `stage` writes. Raises
-        `UserError` for flags that are missing or contradict each other.
+        """Return the job as YAML, whose relative paths point to the code that `stage` writes.
+        Raises `UserError` for flags that are missing or contradict each other.
         """
         return yaml.dump(self._body(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
@@ -249,7 +249,7 @@ class Azure(Target):
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """Print a job's log. Raises `UserError` for a live job unless `following` streams it."""
+        """Print a job's log. Of a live job, stream it if `following`, else raise `UserError`."""
         name, state = submission.job, cls.state(submission)
         if not cls.is_over(state) and not following:
             raise mistake("logs", f"the job is still {state}", f"recipes logs -f {folder}, or open {submission.log}")

@@ -1,4 +1,4 @@
-"""A job, which is one resolved run with its nodes and processes, and `Target`, where jobs are sent.
+"""A `Job` is one resolved run with its nodes and processes. A `Target` is a place to send jobs to.
 
 Every target renders the same `Job`.
 """
@@ -87,7 +87,7 @@ def checked_job(
     next in this terminal: train.py prints the advice, and no text of the job is stored.
 
     Raises `UserError` with every problem of the run, or if the engine starts only one of several
-    requested processes, or if a token would be stored in the job's text.
+    requested processes, or if an access token would be stored in the job's text.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     run = with_fit(resolve(words, place, {"dataset_name": list(data)} if data else {}, "--data"))

@@ -33,7 +33,7 @@ from recipes.run.place import Place
 _SBATCH = "forwarded to sbatch"
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
 
-# The job. The srun command runs in the background, so that bash handles signals while it waits.
+# The job's script. srun runs in the background, so that bash can handle signals meanwhile.
 _SCRIPT = """\
 #!/bin/bash
 @directives@
@@ -178,7 +178,7 @@ class Slurm(Target):
         texts = {key: shlex.quote(str(value).replace("\n", " ")) for key, value in directives.items()}
         lines = [f"#SBATCH --{key}={text}" for key, text in texts.items()]
         lines.append(f"#SBATCH --{'requeue' if self.max_restarts else 'no-requeue'}")
-        # Before `set -u`, because modules and environments read variables that may not be set.
+        # `set -u` comes later, because modules and environments read variables that may not be set.
         environment = f"module load {' '.join(quoted(self.module))} || exit 1\n" if self.module else ""
         if self.venv and not self.container_image:
             environment += f"source {shlex.quote(str(expanded(self.venv) / 'bin' / 'activate'))} || exit 1\n"
@@ -201,8 +201,8 @@ class Slurm(Target):
         )
 
     def _launcher(self, job: Job) -> str:
-        """Return the command of each node. The command calls our launcher: accelerate's own dies of
-        SIGUSR1 (of SIGTERM too with one process), and Slurm then kills ranks before they save.
+        """Return the command of each node. The command calls our launcher, because accelerate's own
+        dies of SIGUSR1 (of SIGTERM too with one process), and Slurm then kills ranks before a save.
         """
         launcher, meeting = quoted(launch_words(job, self.python)), []
         if job.nodes > 1:
@@ -217,8 +217,8 @@ class Slurm(Target):
         """Return bash that sets `container` (starts the container) and `home` (runs first inside).
 
         apptainer (or singularity, with the same options) runs FILE.sif; pyxis, a plugin of srun,
-        runs any other image. Both accept folders as SRC:DST,SRC:DST. The container uses the
-        image's python and accelerate, and our package from its path. The options come from the
+        runs any other image. Both programs accept folders as SRC:DST,SRC:DST. The container uses
+        the image's python and accelerate, and our package from its path. The options come from the
         documentation and source of apptainer and pyxis: each site must try its image and settings.
         """
         image = self.container_image or ""

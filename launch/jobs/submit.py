@@ -71,7 +71,7 @@ def submit(
 
 
 def refuse_while_in_use(folder: Path) -> None:
-    """Raise `UserError` if a run submitted here waits or runs, because a second run would fail."""
+    """Raise `UserError` if the folder's submitted run waits or runs: a second run would fail."""
     earlier = submitted(folder)
     if earlier is None:
         return
@@ -162,7 +162,7 @@ def submitted(folder: Path) -> Submission | None:
 
 
 def rows(folder: Path) -> list[list[str]]:
-    """Return folder, target, state and last log line of each run. Raises `UserError` if none."""
+    """Return folder, target, state and last log line per run. Raises `UserError` without runs."""
     return [[str(run), *_described(run)] for run in _runs_in(folder)]
 
 

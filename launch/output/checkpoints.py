@@ -10,8 +10,8 @@ then writes a manifest with each file's size and checksum. A manifest also holds
 which the run gets at its first start in an output folder and keeps in all later starts. A
 checkpoint without a manifest comes from another program: its files must be readable.
 
-The checks execute no code of a checkpoint. No checkpoint is deleted for being damaged, except if
-its save was cut short.
+The checks execute no code of a checkpoint. A damaged checkpoint is deleted only if its save was
+cut short.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint. `faults` are reasons not to resume from it; `notes` are warnings."""
+    """A checkpoint, with reasons not to resume from it (`faults`), and with warnings (`notes`)."""
 
     path: Path
     step: int
@@ -98,7 +98,7 @@ def is_committed(folder: Path) -> bool:
 
 
 def is_foreign(folder: Path, run: Json | None) -> bool:
-    """True if another run than `run` wrote the checkpoint; False if one of the two is unknown."""
+    """True if another run than `run` wrote the checkpoint; False if either run is unknown."""
     writer = manifest_of(folder).get("run")
     return run is not None and writer is not None and writer["id"] != run["id"]
 
@@ -164,7 +164,7 @@ def changes(folder: Path, files: Json) -> list[str]:
 
 
 def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
-    """Return the result of `work` for each item. One thread cannot saturate a fast disk."""
+    """Return `work(item)` for each item, from threads: one thread cannot saturate a fast disk."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(work, on))
 

@@ -46,8 +46,8 @@ def stream_file(rank: int | str) -> str:
 
 
 def readers_of(checkpoint: Path) -> tuple[int, int] | None:
-    """Return how many processes wrote a checkpoint of a streaming run, and how many workers of each
-    read the data. None if the run did not stream its data, or if `writers` returns None.
+    """Return the number of processes that wrote a streaming run's checkpoint, and the number of
+    data workers in each process. None if the run did not stream, or if `writers` returns None.
     """
     file = next(checkpoint.glob(stream_file("*")), None)
     before = writers(checkpoint)
@@ -131,7 +131,7 @@ class AnyWorld:
         if not self._differs(Path(checkpoint)):
             deepspeed_load_checkpoint(engine, checkpoint, load_module_strict)
             return
-        # For this call only, because the best checkpoint, read at the end, may need no conversion.
+        # Set this for one call only: the best checkpoint, read at the end, may need no conversion.
         engine._config.load_universal_checkpoint = True
         try:
             deepspeed_load_checkpoint(engine, str(copy), load_module_strict)
@@ -152,7 +152,7 @@ class AnyWorld:
 
 @contextlib.contextmanager
 def read_by(reader: AnyWorld | None) -> Iterator[None]:
-    """In the block, Trainer loads DeepSpeed's checkpoints with `reader`, unless it is None."""
+    """In the block, Trainer loads DeepSpeed's checkpoints with `reader` or, for None, as usual."""
     from transformers import trainer
 
     theirs = trainer.deepspeed_load_checkpoint
@@ -164,7 +164,7 @@ def read_by(reader: AnyWorld | None) -> Iterator[None]:
 
 
 def shards(checkpoint: Path) -> int:
-    """Return how many shards of the optimizer DeepSpeed's ZeRO has saved; 0 without ZeRO."""
+    """Return the number of optimizer shards that DeepSpeed's ZeRO has saved; 0 without ZeRO."""
     names = (_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*_optim_states.pt"))
     return max((int(name.group(1)) + 1 for name in names if name), default=0)
 
@@ -202,7 +202,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    """Convert the DeepSpeed checkpoint in a folder global_stepN. This runs in a child process, so
+    """Convert the DeepSpeed checkpoint in a folder global_stepN. A child process calls this, so
     that DeepSpeed is imported for a CPU, and all memory is freed at the end.
 
     Answers with the reason why the conversion is impossible, or with an empty text when it is done.

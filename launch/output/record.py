@@ -45,7 +45,7 @@ IDENTITY = (
 KEPT_BY_RESUME = (
     "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 ).split()
-# A resume uses the new values of these settings, so that it is no longer the same training.
+# A resume uses the new values of these settings, so the training is no longer the same.
 CHANGES_COURSE = (
     "global_batch_size dataset_streaming seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip "
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
@@ -232,7 +232,7 @@ def kept_record(
     finally:
         ended["ended"] = now()
         session |= {"status": ended["status"], "ended": ended["ended"], "seconds": time.monotonic() - began}
-        # A full disk may be why the run failed: then only the first error is reported.
+        # The run may have failed because the disk is full: then report only the first error.
         with contextlib.suppress(*([] if ended["status"] == "finished" else [OSError])):
             if world.is_main:
                 write(folder, content | ended | results)
@@ -349,7 +349,7 @@ def code() -> Json:
     for file in sorted(path for name in ("recipes", "launch") for path in (root / name).rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     found = {"version": __version__, "source": digest.hexdigest()[:16]}
-    if (root / ".git").exists():  # only our own: a repository around an installed package is not ours
+    if (root / ".git").exists():  # only our own repository, not one around an installed package
         words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
@@ -364,7 +364,7 @@ def by_accelerate(words: list[str]) -> bool:
 
 
 def _accelerate_config(launcher: list[str]) -> str | None:
-    """Return the Accelerate YAML (--config_file or the default) that the launcher read, or None."""
+    """Return the Accelerate YAML (--config_file or the default) that the launcher read, if any."""
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
     words = ["--config_file" if word == "--config-file" else word for word in words]
     if "--config_file" in words[:-1]:

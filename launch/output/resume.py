@@ -295,7 +295,7 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
     compares = [values.get(BEST_MODEL) or values.get(metric) for values in (had, run)]
     names = [*record.IDENTITY, *kept, *(record.COMPARES_BY if all(compares) else ())]
     changed = record.changes(old, run, [name for name in names if setting_is_read(run, name)])
-    if len({(name or "loss").removeprefix("eval_") for name in changed.get(metric, ())}) == 1:  # one metric
+    if len({(name or "loss").removeprefix("eval_") for name in changed.get(metric, ())}) == 1:  # one metric, two names
         del changed[metric]
     if run["problem_type"] is None:  # the data decides the type, and is the same
         changed.pop("problem_type", None)
@@ -309,7 +309,7 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
             changed.pop(name, None)
             if what == "model":
                 changed.pop("model_revision", None)
-        # Streaming: a broken row may have been repaired.
+        # A stream may have changed: perhaps a broken row was repaired.
         elif fingerprints.differ(then, now[what]) and not (what == "data" and run["dataset_streaming"]):
             changed.setdefault(name, (f"{title(run[name]) or 'the standard library'} as it was", "as it is now"))
             _, is_commit, commit = str(then).partition("commit ")

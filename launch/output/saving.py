@@ -71,7 +71,7 @@ class CommittingTrainer(Trainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
             if checkpoints.manifest_of(folder).get("run") != self.identity:
-                remove([folder])  # of another run: its files would become part of the new checkpoint
+                remove([folder])  # another run's files would become part of the new checkpoint
             checkpoints.begin(folder, step, self.engine, self.args.world_size, self.identity)
         self.accelerator.wait_for_everyone()  # so that no rank writes before an old folder is removed
         super()._save_checkpoint(model, trial)

@@ -110,7 +110,7 @@ class Findings:
     series: list[Series]
     applied: list[Applied]
     command: str
-    measured_in: Path | None  # where `scale run` can try the advice; None unless one of its files holds all timings
+    measured_in: Path | None  # the folder in which `scale run` measured all timings and can try the advice
 
     @property
     def names(self) -> list[str]:
@@ -165,7 +165,7 @@ def _advice_words(size: Size, advice: Advice) -> str:
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
     """Return the flags that the advice changes, and the `scale run --apply` command to try them.
 
-    The command is left out unless all timings come from one file of `scale run`. If the advice
+    The command is included only if all timings come from one file of `scale run`. If the advice
     changes no flag, the list is empty.
     """
     processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
@@ -317,7 +317,7 @@ def _flat(series: Series, size: Size) -> dict[str, object]:
 
 
 def summary_tex(found: Findings) -> str:
-    r"""Return a LaTeX table for each series. Its rules are \hline, which needs no package."""
+    r"""Return a LaTeX table for each series. The rules are \hline, which needs no package."""
     lines = [r"% Include \input{summary_table.tex}; its tables are \ref{tab:scaling}, \ref{tab:scaling-2}, ..."]
     for number, series in enumerate(found.series, 1):
         cells = results(series).drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")

@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """Return the number of examples in an epoch's last round of micro-batches (one per process), if
-    accelerate fills it up with repeated examples. Return 0 or -1 if accelerate repeats none.
+    """Return the number of examples in an epoch's last round, in which each process gets one
+    micro-batch; 0 or -1 if accelerate repeats no example to fill up this round.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Take the place out of a batch, and keep it. `StreamBroke` if a worker sent an error."""
+        """Move the place from a batch to `of`. Raises `StreamBroke` if a worker sent an error."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet

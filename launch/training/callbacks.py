@@ -108,7 +108,7 @@ class Progress(TrainerCallback):
         self.run, self.out = run, out
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.run["max_steps"] <= 0:  # the number of steps is known only now; `check` has judged max_steps
+        if self.run["max_steps"] <= 0:  # only now is the number of steps known; `check` has judged max_steps
             print_problems(map(self.run.with_source, warmup_within(self.run, state.max_steps)), self.out)
         self.first, self.began = state.global_step, time.monotonic()
 

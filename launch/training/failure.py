@@ -126,10 +126,10 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. Each rank prints its own `RankHangs`, `OutOfMemory`
-    or `StreamBroke`. Rank 0 prints a stop or another `Failure`. The first rank of each node prints
-    any other error, unless that rank only lost its connection. The other ranks print such an error
-    if torch elastic does not end them, because then no rank has failed earlier. Without torch
-    elastic, they print the error unless all ranks meet it (`met_by_all`).
+    or `StreamBroke`. Rank 0 alone prints a stop or another `Failure`. The first rank of each node
+    prints any other error, except a lost connection. In all remaining cases, a rank prints its
+    error only if no other rank does so for this rank (`is_spoken_for`): the rank that failed first
+    or, for an error that all ranks meet (`met_by_all`), the first rank of each node.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True
@@ -208,14 +208,14 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     ]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
-    # These flags prevent a resume from the newest checkpoint: remove them, or override a file's.
+    # These flags prevent a resume from the newest checkpoint: drop typed flags, override a file's.
     resumed = {
         name: None if run.setting(name).source == COMMAND_LINE else value
         for name, value in {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}.items()
         if run.explicit(name) and run[name]
     }
     for flags in attempts:
-        if run.explicit("gradient_accumulation_steps"):  # else the micro-batch determines it
+        if run.explicit("gradient_accumulation_steps"):  # else the micro-batch determines the accumulation
             flags["gradient_accumulation_steps"] = share // flags["per_device_train_batch_size"]
         flags |= resumed
         found = check(resolve(with_flags(argv, flags), run.place))

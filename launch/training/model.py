@@ -38,14 +38,14 @@ from recipes.run.files import existing_path, expanded
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, and give it a padding token. Raises `UserError` if it is unreadable."""
+    """Load the tokenizer, with a padding token. An unreadable tokenizer raises `UserError`."""
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
     with _loading(run, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(expanded(name)), **_origin(run))
     if tokenizer.pad_token is None:
-        # Adding a new token would resize the embeddings.
+        # Reuse a token, because a new token would resize the embeddings.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
 
@@ -67,8 +67,8 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     # With a cache, transformers ignores where the examples of a packed row begin. Multimodal models
     # read the setting of their text part.
     model.config.use_cache = model.config.get_text_config().use_cache = False
-    # Classifiers find a text's last token by the padding token. It is set only after the model was
-    # built: an embedding layer never trains its padding_idx, and the padding token may be EOS.
+    # Classifiers find a text's last token by the padding token. Set this token only in the built
+    # model: a new embedding layer would never train it (padding_idx), and the token may be EOS.
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
         _require_valid_generation_config(run, model)
@@ -193,7 +193,7 @@ def _size(parameter: torch.nn.Parameter) -> int:
 def load_config(
     run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None, problem_type: str | None = None
 ) -> PreTrainedConfig:
-    """Return the configuration with these `labels`. Raises `UserError` if it is unreadable."""
+    """Return the configuration with these `labels`. An unreadable file raises `UserError`."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
     if run["from_scratch"] and hasattr(config, "quantization_config"):
         del config.quantization_config  # describes weights that are not read
@@ -205,15 +205,15 @@ def load_config(
 
 
 def read_config(run: Settings) -> PreTrainedConfig:
-    """Read the configuration from the folder or the Hub. Raise `UserError` if it is not valid."""
+    """Read a valid configuration from the folder or the Hub, or raise `UserError`."""
     with _loading(run, "model"):
         return AutoConfig.from_pretrained(str(expanded(run["model_name_or_path"])), **_origin(run))
 
 
 @contextlib.contextmanager
 def _loading(run: Settings, what: str) -> Iterator[None]:
-    """Turn any error while a "model" or "tokenizer" (`what`) is loaded into `UserError`, except if
-    memory ran out. Parsers and model classes raise any kind of error for unexpected files.
+    """Convert any error in loading a "model" or "tokenizer" (`what`) to `UserError`, unless memory
+    ran out. Parsers and model classes raise any kind of error for unexpected files.
     """
     try:
         yield
@@ -260,7 +260,7 @@ def _waits_for_weights(run: Settings) -> bool:
 
 
 def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
-    """Create the model with uninitialized weights. Memory that is never written takes no RAM."""
+    """Create the model with uninitialized weights, which take no RAM until they are written."""
     with no_init_weights():
         model = _built(run, config)
     model.tie_weights()
@@ -268,7 +268,7 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Load the model. Also return the names of modules with new random weights, but no `_HEADS`."""
+    """Load the model. Also return the names of modules with new random weights, except `_HEADS`."""
     options = {"dtype": getattr(torch, run["dtype"]), "ignore_mismatched_sizes": True} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options["quantization_config"] = _in_4_bits(run)
@@ -328,7 +328,7 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
 # --- 4 bits and adapters --------------------------------------------------------------------------
 
 
-# peft trains a classifier's module whole, without LoRA, if its name ends so: `pre_classifier`.
+# peft trains a classifier's modules with these endings whole, without LoRA: `pre_classifier`.
 _HEADS = ("classifier", "score")
 _OTHER_HEADS = ("classification_head", "logits_proj", "sequence_summary")  # BART, T5; XLNet, XLM
 
@@ -349,7 +349,7 @@ def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
 
 def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()) -> torch.nn.Module:
     """Add LoRA to the model; raises `UserError` if peft refuses. Under mixed precision, the trained
-    weights are float32, except with FSDP or ZeRO-3. `new` names modules with random weights. They
+    weights are float32, except with FSDP or ZeRO-3. `new` names modules with random weights, which
     are trained and saved whole, because each load would draw other values. Frozen weights keep the
     type `dtype`, also in a 4-bit model: peft's own preparation would convert embeddings and head to
     float32, and thereby all activations between the layers.
@@ -361,7 +361,7 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()
     if torch.distributed.is_initialized():
         new = gather_object([list(new)])[0]  # under FSDP2, only rank 0 has read the files
     for layer in map(model.get_submodule, new):
-        if type(layer).__name__ == "Linear4bit":  # whose new weights transformers does not quantise
+        if type(layer).__name__ == "Linear4bit":  # transformers does not quantise such new weights
             layer.__class__ = torch.nn.Linear
     whole = [*new, *(_HEADS if run["task"] == "sequence_classification" else ())]
     others = [f".*{re.escape(name)}" for name in whole] + freeze_parts_without_text(model)

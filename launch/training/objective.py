@@ -18,7 +18,7 @@ class MeanOverExamples:
     same weight, whatever its micro-batch.
 
     The `problem_type` selects the loss as in transformers: cross entropy, binary cross entropy or
-    squared error. The last two are averaged over an example's outputs.
+    squared error. The last two losses are averaged over an example's outputs.
     """
 
     problem_type: str

@@ -1,7 +1,7 @@
 """A test that a model keeps the examples of a packed row apart.
 
-The test runs a model, because its source code may mislead. OPT accepts position_ids, but every
-token attends to all earlier tokens. Layers with a state (Mamba, LFM2) mix examples in it.
+The test runs a model, because source code may mislead. OPT accepts position_ids, but every token
+attends to all earlier tokens. Layers with a state (Mamba, LFM2) mix examples in that state.
 
 The test runs on a narrow copy, the twin, with random weights, before the model is loaded.
 FlashAttention is imitated, because it has no CPU version. The model mixes examples if any gradient
@@ -71,8 +71,8 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
 
 def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
     """True if, in a batch of `rows` equal rows, the outputs of the second example depend on the
-    first example. None if gradients are not finite, or do not even show that the last token depends
-    on the token before it, as after a layer norm over a single number.
+    first example. None if the gradients prove nothing: they are not finite, or are 0 where the last
+    token must depend on the token before, as after a layer norm over a single number.
     """
     embedded = []
 
@@ -102,7 +102,7 @@ def _narrowed(value: Any, by: int, name: str = "") -> Any:
             setattr(value, field, _narrowed(part, by, field))
     elif isinstance(value, dict):
         return {key: _narrowed(part, by, str(key)) for key, part in value.items()}
-    elif isinstance(value, list) and name in ("short_factor", "long_factor"):  # LongRoPE: one per angle
+    elif isinstance(value, list) and name in ("short_factor", "long_factor"):  # LongRoPE: one factor per angle
         return value[: len(value) // by]
     elif isinstance(value, list):
         return [_narrowed(part, by, name) for part in value]
@@ -142,7 +142,7 @@ def _imitate_flash_attention(model: PreTrainedModel) -> None:
 
 def _flash_attention(module, query, key, value, attention_mask=None, scaling=None, cu_seq_lens_q=None, **_):
     """Compute attention within each example, as a FlashAttention kernel does. `cu_seq_lens_q` lists
-    where the examples of all rows begin. If it is None, each row is one example.
+    where the examples of all rows begin; without this list, each row is one example.
     """
     rows, _, length, _ = query.shape
     example = torch.zeros(rows, length)

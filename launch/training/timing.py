@@ -61,7 +61,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     waits, known = [rank["data_wait"] for rank in ranks], Json()
     if world > 1 and max(waits):
         known["data_wait_rank"] = waits.index(max(waits))
-    # Not measured under ZeRO and FSDP, whose models cannot run without collectives.
+    # ZeRO and FSDP are left out, because their models cannot run without collectives.
     if run.engine.kind in ("single", "ddp") and timing.first_batches[0]:
         exchanging, bare = _repeated(trainer, step_time)
         pairs = zip(_slowest(exchanging), _slowest(bare), strict=True)
@@ -225,7 +225,7 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         **peak_memory(),
         "log_history": state.log_history,
     }
-    if steps < state.global_step:  # Trainer's mean is of the steps since the resume; 5.17 divides by all steps
+    if steps < state.global_step:  # Trainer adds only losses since the resume; transformers 5.17 divides by all steps
         entries["train_loss"] = _mean_loss(state.log_history)
     if timing.step_time:
         entries["samples_per_second"] = run.batch.total / timing.step_time

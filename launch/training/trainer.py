@@ -212,7 +212,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _forget_repeated_examples(self, batch: dict[str, torch.Tensor]) -> None:
         """Mask the labels of examples that only fill up this process's share of the last batch."""
-        # Not `model.training`: it stays False from an evaluation until the next step.
+        # `model.training` cannot tell: it stays False from an evaluation until the next step.
         trains = self._evaluated is None
         left = self._last_round if trains else self.accelerator.gradient_state.remainder
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -270,7 +270,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         """Evaluate as Trainer does. If the earlier run was stopped during its last evaluation,
-        this run's first evaluation repeats it, and also updates the best model and the scheduler.
+        this run's first evaluation repeats that one, and updates the best model and the scheduler.
         """
         owed, self._owed = self._owed, False
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)
@@ -311,7 +311,7 @@ class RecipeTrainer(CommittingTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _issue_warnings_after_load(self, load_result) -> None:
-        # Trainer only warns, and continues with random values in the missing weights.
+        # Raise: Trainer would only warn, and continue with random values in the missing weights.
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         missing, tied = set(load_result.missing_keys), set(getattr(self.model, "all_tied_weights_keys", ()))
         if lost := sorted(missing & weights - tied):
@@ -349,7 +349,7 @@ class RecipeTrainer(CommittingTrainer):
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
         damage = gather_object([inspect(best, self.identity).faults if is_main else ()])[0]
-        if damage:  # or missing: Trainer would only warn
+        if damage:  # damaged or missing: Trainer would only warn
             print_note(f"the best model, {best.name}, is not loaded: {', '.join(damage)}", console(is_main))
             return
         self.make_readable(best)

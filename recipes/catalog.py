@@ -40,7 +40,7 @@ class Recipe:
         return Recipe(name, purpose, changes, base=self)
 
     def stated(self, name: str) -> tuple[Recipe, Value] | None:
-        """Return the recipe (this or a base) that sets `name`, and the value; None if none does."""
+        """Return the recipe (this or a base) that sets `name`, and the value; None if unset."""
         if name not in self.changes:
             return self.base.stated(name) if self.base else None
         value = self.changes[name]

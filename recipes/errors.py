@@ -8,7 +8,7 @@ class Problem:
     """One finding about a run. An `error` stops the run, an `advice` does not.
 
     `what` says what is wrong with `subject`: the name of a flag, a YAML key, a file or a variable.
-    `source` is the origin of its value, such as `command line`, a file or `library default`.
+    `source` is the origin of the subject's value: `command line`, a file, `library default`, ...
     """
 
     subject: str
@@ -62,7 +62,7 @@ def one_line(error: object) -> str:
 class Failure(RuntimeError):
     """A failure that stops a run, such as out of memory, NaN, a lost rank or a full disk.
 
-    A subclass marks a cause that callers treat differently, such as `StreamBroke`.
+    A subclass, such as `StreamBroke`, marks a cause that callers treat differently.
     """
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def recipe(name: str):
-    """Return the factory of TrainingArguments for the recipe `name`, shipped or in your own file.
+    """Return a function that builds the TrainingArguments of a shipped or of a user's own recipe.
 
     Raises `UserError` if there is no such recipe, or if its file has a mistake.
     """
@@ -45,8 +45,8 @@ def recipe(name: str):
         for missing in sorted(given.keys() & legal.run_flags().keys() - fields - {"global_batch_size"}):
             what = f"{wanted.__name__} has no such field, so the value would be ignored"
             raise mistake(missing, what, "handle it in your script, or train with `recipes train`")
-        # Only the subclass knows what its own fields mean, and what None means for one of our
-        # flags: with TRL's `max_length=None`, for example, nothing is cut off.
+        # The subclass gets two kinds of values unchecked: those of its own fields, and None for one
+        # of our flags. With TRL's `max_length=None`, for example, nothing is cut off.
         own = {
             name: value
             for name, value in given.items()
@@ -106,7 +106,7 @@ def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -
     try:
         args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
     except (TypeError, ValueError) as error:
-        raise UserError(refused_by_library(run, error)) from error  # the error may come from the subclass
+        raise UserError(refused_by_library(run, error)) from error  # keeps the subclass's traceback
     # One process drives one GPU. If a process sees several GPUs, Trainer would use DataParallel
     # and multiply the global batch by the number of GPUs.
     args._n_gpu = min(args.n_gpu, 1)

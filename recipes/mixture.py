@@ -17,9 +17,9 @@ from typing import Any
 class Part:
     """A file, a folder, a pattern such as `data/*.jsonl`, or a data set on the Hub.
 
-    `weight` is the part's share of the examples, relative to the weights of the other parts. None
-    means that an epoch uses every example once. `split` and `config` replace --dataset_train_split
-    and --dataset_config for this part. `columns` maps old names of columns to new names.
+    `weight` is the part's share of the examples, relative to the weights of the other parts. A
+    weight of None means that an epoch uses every example once. `split` and `config` replace
+    --dataset_train_split and --dataset_config for this part. `columns` maps old names to new names.
     """
 
     name: str
@@ -89,7 +89,7 @@ def files_of(name: str | None) -> list[Path]:
 
 
 def paths_of(name: str | None) -> list[Path]:
-    """Return the file or folder of this name; if there is none, the files that match it as a glob.
+    """Return the file or folder `name` if it exists. Otherwise return the files of the glob `name`.
 
     The list is sorted, and empty if this machine has no such file or folder.
     """

@@ -32,7 +32,7 @@ def main() -> None:
         os.dup2(2, 1)
         found = {**trainer(), **accelerate()}
         for facts in OPTIONAL:
-            with contextlib.suppress(Exception):  # no facts: the package is absent or broken, or lacks a private name
+            with contextlib.suppress(Exception):  # skip a package that is absent, is broken or lacks a private name
                 found |= facts()
         json.dump(found, answer, default=_plain)
 

@@ -1,6 +1,6 @@
 """Names of settings that were renamed or removed, or belong elsewhere, each with its fix.
 
-The tables omit legal names, and names whose fix is the most similar legal name (`num_workers`).
+The tables omit legal names, and names such as `num_workers`, for which `nearest` finds the fix.
 """
 
 _GONE_5_0 = "was removed in transformers 5.0"

@@ -110,9 +110,9 @@ def names(of: str) -> tuple[str, ...]:
 
 
 def accelerate_nested_keys(section: str) -> frozenset[str]:
-    """The legal keys of an Accelerate YAML's section, such as `deepspeed_config`; empty if unknown.
+    """The legal keys of an Accelerate YAML's section, such as `deepspeed_config`.
 
-    accelerate itself does not check these keys: it silently drops an unknown key.
+    Empty for an unknown section. accelerate itself silently drops unknown keys, without a check.
     """
     return frozenset(facts()["accelerate_sections"].get(section, ()))
 
@@ -128,7 +128,7 @@ _LIGER = frozenset(
 
 
 def model_class(model_type: str, task: str) -> str | None:
-    """The class name of a model type for a task, such as `LlamaForCausalLM`; None if unknown."""
+    """The name of a model type's class for a task, such as `LlamaForCausalLM`, else None."""
     return facts().get("model_classes", {}).get(task.upper(), {}).get(model_type)
 
 
@@ -186,7 +186,7 @@ def _kept(file: Path) -> Json | None:
 
 
 def _ask() -> Json:
-    """Ask a child process with this sys.path for the facts. Raises `UserError` if it fails."""
+    """Ask a child process with this sys.path for facts. Raises `UserError` if the child fails."""
     waits = "Reading the settings that the installed transformers, accelerate and DeepSpeed accept"
     print(f"{waits} (once after an install): about ten seconds.", file=sys.stderr, flush=True)
     # This package is imported from its own folder, the libraries from this process's sys.path.

@@ -41,7 +41,7 @@ ROUND_LARGE = 2 * MIB  # kRoundLarge: segments for requests from MIN_LARGE up ar
 
 _DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
 # A trace is up to 0.7 % off the bytes that a GPU allocates (python -m tests.benchmarks.published).
-# For requests below _IN_DOUBT bytes, rounding up to a segment adds more than _UNCERTAIN on average.
+# Requests below _IN_DOUBT bytes need no _UNCERTAIN: rounding up to a segment adds more on average.
 _UNCERTAIN = 0.01
 _IN_DOUBT = ROUND_LARGE / 2 / _UNCERTAIN
 
@@ -82,7 +82,7 @@ class Allocator:
 
     def __init__(self, expandable: bool = False) -> None:
         self.expandable = expandable
-        self.allocated = self.peak_allocated = self.reserved = 0  # what is reserved stays reserved
+        self.allocated = self.peak_allocated = self.reserved = 0  # reserved memory stays reserved
         self._small: Pool = []
         self._large: Pool = []
         self._next_address = 0
@@ -257,7 +257,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
     if memory.run["expandable_segments"]:
         found = requests.replay(expandable=True)
         idle = found.reserved - found.peak_allocated
-        if memory.kind == "fsdp":  # the pool of the reduce-scatters' stream stays reserved for gradients
+        if memory.kind == "fsdp":  # the reduce-scatter stream's own pool stays reserved for gradients
             idle += max(0, memory.gradients - states.gradients)
         return replace(states, cached=min(idle, limit - states.total))
     # The replay holds the largest states of DeepSpeed and FSDP: subtract the replay's peak.

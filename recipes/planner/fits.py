@@ -76,7 +76,7 @@ class Estimator:
         from recipes.planner.trace import weigh
 
         adapters = _adapters(run)
-        if adapters:  # the counts do not depend on dtypes
+        if adapters:  # one key for all dtypes, which do not change the counts
             adapters = replace(adapters, in_fp32=True, four_bits=adapters.four_bits and "bfloat16")
         key = (run["task"], adapters)
         if key not in self._weights:
@@ -111,7 +111,7 @@ class Estimator:
 
     def _of_case(self, run: RunSpec, case: Case) -> Traced:
         if case.compiled:
-            with contextlib.suppress(Exception):  # if it fails, plan uncompiled layers: too high, and a note says so
+            with contextlib.suppress(Exception):  # on failure, plan uncompiled layers: too high, as a note says
                 return self._of_batch(run, case)
             case = replace(case, compiled=False)
         try:
@@ -122,8 +122,8 @@ class Estimator:
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
         """Extrapolate from copies of a small batch. The number of copies has no factor in common
-        with a dimension of the model (see `at_batch`). The small batch has one row; with Liger, as
-        many rows as the batch's largest odd factor: 3, 6 and 12 rows give equally many loss chunks.
+        with a dimension of the model (see `at_batch`). The small batch has one row. With Liger, it
+        has the batch's odd factor: 3 for 3, 6 and 12 rows, which make equally many loss chunks.
         """
         from recipes.planner.trace import as_traced, trace_any
 
@@ -137,8 +137,8 @@ class Estimator:
     def case(self, run: RunSpec, micro: int) -> Case:
         """Describe the micro-batch that the run's collator makes.
 
-        Without packing, the batch has a mask, because its rows are padded to one length, and a
-        single row to a multiple of 8. With `bfd` packing, the mask separates the examples of a row.
+        Without packing, the batch has a mask, because rows are padded: several rows to one length,
+        a single row to a multiple of 8. With `bfd` packing, the mask separates a row's examples.
         """
         mixed, casts = mixed_precision(run), casts_the_model(run)
         by = {run["torch_compile_backend"], run["torch_compile_mode"]}  # only inductor without CUDA graphs is traced
@@ -254,7 +254,7 @@ class Planner:
         return self.at(run, sizes[-1])
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
-        """Return False if the states (weights, gradients, optimizer) or all allocations do not fit.
+        """Return False if weights, gradients and optimizer do not fit, alone or with activations.
 
         torch's cache is left out, because it takes longer to compute and only adds memory.
         """

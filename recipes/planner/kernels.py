@@ -33,8 +33,8 @@ _GROUPED_MATMULS = {_F.grouped_mm, torch._grouped_mm}
 class Operations(TorchFunctionMode):
     """Allocate as a GPU of this compute capability does, or as a CPU does if not `on_cuda`.
 
-    `kernels` names the unfused attention that ran: torch's math kernel (MATH), or, with gradients,
-    the model's own code (EAGER).
+    `kernels` names the unfused attention that ran: torch's math kernel (MATH), or the model's own
+    code (EAGER, only if it ran with gradients).
     """
 
     def __init__(self, on_cuda: bool = True, capability: tuple[int, int] = (8, 0)) -> None:
@@ -152,8 +152,8 @@ def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped:
     Flash needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The efficient
     kernel supports masks, needs aligned head sizes, refuses bfloat16 below 8.0, and up to torch
     2.13 refuses GQA (for later torch, plans are too high). cuDNN's kernel runs masked GQA in 16
-    bits on 9.x and 10.x. The math kernel runs all else, such as GQA in fp32, or without a mask
-    below 8.0 (with a mask, transformers repeats the heads).
+    bits on 9.x and 10.x. The math kernel runs all else: for example GQA in fp32, and GQA without a
+    mask below 8.0 (with a mask, transformers repeats the heads).
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
@@ -185,7 +185,7 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _fused(query, key, value, bias) -> torch.Tensor:
-    if is_divided():  # inductor lays out queries, and so the result, by tokens
+    if is_divided():  # inductor orders queries by tokens, and therefore the result too
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
     return attention(query, key, value, bias)[0]
 
@@ -270,7 +270,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
     """Replace head and loss as liger-kernel 0.8.5 does, so that the full logits never exist.
 
-    The rows are `copies` equal batches, so a chunk is `copies` times as large as for one batch.
+    The rows are `copies` equal batches, so Liger's chunks of rows are `copies` times as large.
     """
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
@@ -294,7 +294,7 @@ def fuse_layers(model: Any) -> None:
 
 
 class _Norm(torch.autograd.Function):
-    """Save input, weight, a number per row. The result's gradient becomes the input's, in place."""
+    """Save input, weight and a number per row. The input's gradient overwrites the result's."""
 
     @staticmethod
     def forward(ctx, rows, weight):
@@ -336,7 +336,7 @@ class _Loss(torch.autograd.Function):
         of_weight = torch.empty_like(weight) if weight.requires_grad else None
         of_bias = torch.empty_like(bias) if bias is not None else None
         losses = torch.empty(tokens, dtype=torch.float32)
-        for _ in range(1 + (chunk < tokens)):  # in the second chunk, autocast holds a copy of the head
+        for _ in range(1 + (chunk < tokens)):  # two chunks: in the second, autocast holds a copy of the head
             logits = rows[:chunk] @ weight.t()
             product = logits @ weight
             del product

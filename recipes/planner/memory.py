@@ -34,7 +34,7 @@ TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
 # The columns of a trace's allocations. A time is the number of allocations made until then. SIZE:
 # bytes. FREED: time of the release, NEVER if the tensor outlives the trace. COMPLETE: time when the
-# tensor is a complete gradient, NEVER for others. LOGITS: 1 if its last dimension is `vocabulary`.
+# tensor is a complete gradient, NEVER for others. LOGITS: 1 if the last dimension is `vocabulary`.
 SIZE, FREED, COMPLETE, LOGITS = range(4)
 NEVER = 1 << 62
 ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of CUDACachingAllocator.cpp
@@ -56,7 +56,7 @@ class Weights:
     layers: tuple[int, ...] = ()  # parameters of each layer, in order; empty if the layers are unknown
     sizes: tuple[tuple[int, str], ...] = ()  # of each tensor: parameters, and TRAINED, IN_4_BITS or FROZEN
     matrices: tuple[int, ...] = ()  # parameters of each trained tensor except vectors
-    file_width: int = 4  # bytes of a parameter in the model's files, 4 (fp32) if unknown
+    file_width: int = 4  # bytes of a parameter in the model's files, 4 (fp32) if the configuration names no dtype
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def recomputes(run: RunSpec) -> bool:
 
 
 def mixed_precision(run: RunSpec) -> str | None:
-    """Return the 16-bit dtype of mixed precision (`bf16`, `fp16`), None without mixed precision."""
+    """Return the dtype of mixed precision: `bfloat16` with bf16, `float16` with fp16, else None."""
     return "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
 
 
@@ -237,14 +237,14 @@ def shards(run: RunSpec) -> int:
 # tests/recipes/planner/test_optimizers.py. bitsandbytes updates in one kernel
 # (backends/cuda/ops.py), which allocates nothing. torch's fused AdamW allocates nothing either.
 
-# Numbers that an optimizer keeps per trained parameter, by the start of `optim` without "paged_".
+# Numbers that an optimizer keeps per trained parameter. Keys: starts of `optim` without "paged_".
 # All other optimizers keep two, as Adam does. Adafactor keeps a row and a column of each matrix.
 _MOMENTS = {"sgd": 0, "lomo": 0, "adalomo": 0, "adafactor": 0.01, "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3}
 _IN_8_BITS = 1 + FP32 / 256  # a byte, and an fp32 scale per block of 256: bitsandbytes (blockwise) and torchao
 _IN_4_BITS = 0.5 + FP32 / 128  # torchao/optim/adam.py: blocks of 128
 _IN_FP32 = ("adafactor", "lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_32bit")  # even for 16-bit weights
 
-# How many temporary copies of all parameters torch's foreach update (the default on a GPU) makes.
+# Temporary copies of all parameters in torch's foreach update (the default on a GPU), by optimizer.
 # These are upper bounds: some optimizers make one copy only for weight decay or momentum.
 _TEMPORARIES = {"adamw_torch": 1, "adagrad": 2, "rmsprop": 2, "sgd": 1}
 
@@ -360,9 +360,9 @@ class Memory:
         alive, logits, made = traced.moments.T
         gathered = sent = 0 * made  # gathered parameters, and buffers for sending
         if self.kind != "fsdp":
-            # Gradients appear one by one while activations are freed. But all gradients take memory
-            # all the time with bucket views, with accumulation, and with DeepSpeed, which moves
-            # each new gradient to a bucket immediately.
+            # Gradients appear one by one while activations are freed. In three cases all gradients
+            # take memory all the time: with bucket views, with accumulation, and with DeepSpeed,
+            # which moves each new gradient to a bucket immediately.
             stays = self.kind == "deepspeed" or self.viewed or accumulation > 1
             gradients = np.full_like(made, self.gradients) if stays else made
         else:
@@ -370,7 +370,7 @@ class Memory:
             is_forward = np.arange(len(done)) < 2 * traced.made_forward
             gathered, gradients, sent = self._held_by_fsdp(done, is_forward, logits > 0)
             scattered = self.gradients * done
-            if accumulation > 1 and syncs_each_micro_batch(self.run):  # of earlier micro-batches
+            if accumulation > 1 and syncs_each_micro_batch(self.run):  # the sum over earlier micro-batches
                 scattered = self.gradients
             elif accumulation > 1:
                 scattered = scattered + self.weights.trained * weight_bytes(self.run) * (1 - done)
@@ -409,7 +409,7 @@ class Memory:
         """
         weights, width, ranks = self.weights, weight_bytes(self.run), shards(self.run)
         in_layers = max(1, weights.total - weights.outside_layers)
-        trains_all = bool(weights.trained_embedding)  # adapters are in the layers
+        trains_all = bool(weights.trained_embedding)  # False with adapters, which are in the layers
         trained_in_layers = max(0, weights.trained - weights.outside_layers * trains_all)
         packed = weights.in_4_bits / in_layers
         layer = weights.largest_layer * (packed * HALF_A_BYTE + (1 - packed) * width)
@@ -568,7 +568,7 @@ class Memory:
         back to the GPU (stage_1_and_2.py). Parameter offload adds 2 bytes for every parameter.
         """
         share = self.run.local_world_size / self.run.world_size
-        if self.kind == "fsdp" and self.offloads:  # the shards are the parameters themselves; moments, gradients: fp32
+        if self.kind == "fsdp" and self.offloads:  # the shards are the parameters; moments and gradients are in fp32
             kept = self._stored_bytes + 2 * FP32 * self.weights.trained
             return kept * share, FP32 * self.weights.trained * share
         states = 18 * self.weights.trained * share if self.offloads else 0
@@ -581,7 +581,7 @@ class Memory:
 
         DeepSpeed below ZeRO-3 copies the whole model on all ranks (`Accelerator.get_state_dict`),
         though only rank 0 writes it. In all other cases only rank 0 copies weights from its GPU,
-        and with adapters only the trained weights. ZeRO-3 and FSDP2 gather them on rank 0 first.
+        and with adapters only the trained weights. ZeRO-3 and FSDP2 gather weights on rank 0 first.
         """
         if self.kind == "deepspeed" and self.stage < 3:
             return self.weights.total * weight_bytes(self.run) * self.run.local_world_size

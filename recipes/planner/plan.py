@@ -52,15 +52,15 @@ class Plan:
     command: str  # the whole command of the recommended recipe; empty if none fits
     advice: tuple[Problem, ...]  # of `recipes check` about the recommended recipe, or the first if none fits
     short_of_ram: bool  # no recipe fits, and `standard` (the first recipe if `standard` is not planned) lacks only RAM
-    choices: Callable[[], Iterator[Planned]]  # splits of the global batch: recommended recipe, or first if none fits
+    choices: Callable[[], Iterator[Planned]]  # plans of every batch split, for the recommended (else the first) recipe
     next_steps: tuple[NextStep, ...]  # changes to try if nothing fits; changes without offload if only offload fits
     refused: dict[str, str]  # errors, by the name of each recipe that is not legal with these flags
     mfu: float  # the assumed share of the GPU's peak FLOP/s
     mfu_source: str
-    bandwidth: float | None  # the assumed bytes per second between GPUs, None if unknown
+    bandwidth: float | None  # the assumed bytes per second between GPUs, None for an unknown link
     link: str
     context: Context
-    unknown_compute: str  # why times leave out compute (then `mfu` has no effect); else empty
+    unknown_compute: str  # the reason if times leave out compute (`mfu` then has no effect), else empty
 
 
 def plan_memory(
@@ -219,7 +219,7 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
 
 
 def _names(request: Request, recipe: str | None) -> list[str]:
-    """Return the recipes to plan: `recipe`, or the recipe in flags or --config, or _FASTEST_FIRST.
+    """Return recipes to plan: `recipe`, else that of the flags or --config, else _FASTEST_FIRST.
 
     An Accelerate YAML replaces a recipe's engine, so the recipes that shard or offload are left out
     if a YAML is given. On one GPU `sharded` is left out, because there is nothing to shard.
@@ -245,9 +245,9 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
 
 
 def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
-    """Plan the run at the largest micro-batch that fits. If none fits, and the user has not set
-    gradient checkpointing, add checkpointing if the run then fits: checkpointing is faster than
-    offload, and does not change results. A note names each change.
+    """Plan the run at the largest micro-batch that fits. If none fits, try gradient checkpointing,
+    unless the user has set it: checkpointing is faster than offload, and does not change results.
+    Keep checkpointing only if the run then fits. A note names each change.
     """
     entry = planner.best(run)
     states = entry.total_bytes - entry.components.activations - entry.components.logits

@@ -13,8 +13,8 @@ _MIB = 1 << 20
 # two-way figure in NVIDIA's data sheets. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S: Gen4,
 # 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
 _PCIE = {7: 16e9, 8: 32e9}
-# Adam on the host, in seconds for each parameter that a node updates. DeepSpeed's author reports
-# 8.2 s for 11.6B in github.com/deepspeedai/DeepSpeed/pull/735; issues/6834, 10 s for 18B on a node.
+# Adam on the host, in seconds for each parameter that a node updates: 8.2 s for 11.6B (DeepSpeed's
+# author, github.com/deepspeedai/DeepSpeed/pull/735). issues/6834 has 10 s for 18B on a node.
 ADAM_SECONDS = 8.2 / 11.6e9
 
 
@@ -33,7 +33,7 @@ class Context:
     source: str
 
 
-# The context of a training in MiB, by the start of the GPU's name in the catalogue, with only the
+# MiB of a training's context, by the start of the GPU's name in the catalogue. A context holds only
 # kernels that were called: torch makes CUDA load a kernel at its first call (CUDA_MODULE_LOADING).
 _OURS = "torch 2.11, CUDA 13.0, driver 580.159.04, tests/gpu/results"
 _READ = {

@@ -1,8 +1,8 @@
 """The layers of a model as accelerate's regional compilation runs them, on fake tensors.
 
 torch.compile divides each layer into a forward and a backward, and its min-cut partitioner chooses
-what the forward keeps. Here the same partitioner divides the layers, and both halves run operation
-by operation. A result that inductor would fuse into its consumer takes no memory.
+the tensors that the forward keeps. Here the same partitioner divides the layers, and both halves
+run operation by operation. A result that inductor would fuse into its consumer takes no memory.
 """
 
 from collections.abc import Callable, Sequence

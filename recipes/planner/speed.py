@@ -60,7 +60,7 @@ def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step: seconds (None if unknown), and the bytes that each GPU sends.
+    """One optimizer step: seconds (None: unknown time), and the bytes that each GPU sends.
 
     `host` is the time that offload adds, for PCIe and for Adam on the host at published speeds. The
     real time may be longer: in gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, offload
@@ -112,7 +112,7 @@ def step_time(
 
 
 def _peak(run: RunSpec) -> float | None:
-    """Return the peak FLOP/s of one GPU in the run's precision, None if unknown, as for fp32."""
+    """Return one GPU's peak FLOP/s in the run's precision. None if it is unknown, as in fp32."""
     card = next((card for card in CATALOGUE if run.hardware.gpus and card.name == run.hardware.gpus[0].name), None)
     if card is None or not (run["bf16"] or run["fp16"]):
         return None

@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        self.known: dict[int, int | None] = {}  # the row in `allocations` by storage, None if ignored
+        self.known: dict[int, int | None] = {}  # each storage's row in `allocations`, None for an ignored storage
         self.allocations: list[list[int]] = []
         self.made_by: list[tuple[str, int]] = []
 
@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> object:
-        if func is torch.ops.prim.device.default:  # the most frequent call
+        if func is torch.ops.prim.device.default:  # first, because it is the most frequent call
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -138,7 +138,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
             made_forward = len(live.allocations)
             if not case.evaluation:
                 loss.backward()
-            allocations = np.array(live.allocations)  # before the model is freed
+            allocations = np.array(live.allocations)  # a copy: freeing the model changes `live`
         for hook in hooks:
             hook.remove()
     if divided() > before:
@@ -205,7 +205,7 @@ def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceCl
 
 
 def _class(config: PreTrainedConfig, task: str) -> type | None:
-    """Return transformers' class of the model for a task; None if there is none (remote code)."""
+    """Return transformers' model class for a task; None if there is none, as for remote code."""
     return _auto_class(task)._model_mapping.get(type(config), None)
 
 
@@ -279,11 +279,12 @@ def _inputs(case: Case) -> dict[str, torch.Tensor]:
 
 
 def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int] | None:
-    """Return the layers of two shallow models to trace, and how many pieces the first one lacks.
+    """Choose the layers of two shallow models, which are traced in place of a deep model.
 
-    `kinds` has one entry per layer. A piece is a group of layers that repeats up to the last layer:
-    one layer, or six in Gemma 3. Other layers may come before, such as dense ones before experts.
-    The first model has `pieces` pieces, or two if a piece has several layers; the second, one more.
+    `kinds` has one entry per layer of the deep model. A piece (one layer, or six in Gemma 3)
+    repeats up to the last layer. Other layers may come first, such as dense ones before experts.
+    The first shallow model has `pieces` pieces, or two if a piece has several layers. The second
+    has one piece more. Return the layers of both, and the number of pieces that the first lacks.
     Return None if no piece repeats, or if the second model would be as deep as the whole model.
     """
     found = []
@@ -298,7 +299,7 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Drop PACKAGED attention if the model ignores it, and compilation if it loops over tokens."""
+    """Drop PACKAGED if the model ignores it. Drop compilation if the model loops over tokens."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
@@ -308,8 +309,8 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: flo
     """Return the trace of `times` copies of a case's batch, for a model of any depth and length.
 
     Extrapolate from shallow models if layers repeat, and from three short lengths if the model
-    loops over tokens, because a long loop takes minutes. Batches of shorter sequences hold more
-    sequences, so that they have as many tokens. `known` caches the traces by case.
+    loops over tokens, because a long loop takes minutes. A batch of shorter sequences holds more
+    sequences, so that its number of tokens stays the same. `known` caches the traces by case.
     """
     if lengths := short_lengths(config, case):
         shorter = [replace(case, length=length) for length in lengths]
@@ -347,19 +348,18 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
     for shallow, deeper, times in filter(None, tries):
         for layers in {shallow, deeper} - traces.keys():
             traces[layers] = trace(with_layers(config, layers), case)
-        for share in (0.5, 0):  # the piece may begin at several allocations, but lifetimes may fit only at one
+        for share in (0.5, 0):  # two possible starts of the piece: the lifetimes may fit at only one of them
             with contextlib.suppress(ValueError):
                 return _of_depth(traces[shallow], traces[deeper], times, share)
     return None
 
 
 def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
-    """Return three short lengths to trace if the model loops over tokens and the case is longer
-    than all three, else ().
+    """Return three short lengths if the model loops over tokens and the case is longer, else ().
 
-    Layers with a state loop over single tokens, or over chunks of 64 tokens, unless the kernels of
-    another package run. This function searches the model's source for such a loop. Sequences below
-    12 tokens would be so many that their states would set the peak of an evaluation.
+    Layers with a state loop over single tokens, or over chunks of 64, unless another package's
+    kernels run: this function searches the model's source for such a loop. Sequences have at least
+    12 tokens: a batch of shorter ones would hold so many states that they set an evaluation's peak.
     """
     classes = [_class(part, case.task) for part in (config, config.get_text_config())]
     source = "".join(inspect.getsource(sys.modules[one.__module__]) for one in classes if isinstance(one, type))
@@ -370,7 +370,7 @@ def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
 
 
 def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
-    """Return a copy of `config` with only these layers, also in lists with one value per layer."""
+    """Return a copy of `config` with only these layers. Cut lists of one value per layer too."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     before = text.num_hidden_layers
@@ -396,11 +396,11 @@ def at_batch(traced: Traced, copies: int, times: float) -> Traced:
 
 
 def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> Traced:
-    """Extrapolate from traces of three lengths to another length. All hold equally many tokens.
+    """Extrapolate to another length from traces of three lengths with equally many tokens.
 
-    So a size is constant (most are), grows with the length (attention scores), or shrinks (the
-    state of a sequence). The result has nine allocations: gradients, activations and logits at the
-    moments with the most activations and logits, with the largest total, and with all gradients.
+    A size is constant (most are), grows with the length (attention scores), or shrinks (the state
+    of a sequence). The result has nine allocations: gradients, activations and logits at each of
+    three moments (with the most activations and logits, the largest total, and all gradients).
     """
     kinds = np.array([(1, one, 1 / one) for one in lengths])
     weights = np.linalg.solve(kinds.T, (1, length, 1 / length))
@@ -418,7 +418,7 @@ def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> 
 
 
 def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
-    """Extrapolate to `shallow` plus `times` times the piece that `deeper` has in addition.
+    """Return the trace of `shallow` with `times` more pieces like the one that `deeper` adds.
 
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return where the piece starts that only `two` has. Raises `ValueError` if there is none."""
+    """Find the start of the piece that only `two` has. Raises `ValueError` if there is no piece."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -460,12 +460,12 @@ def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
 
 
 def _same(one: Sequence[object], two: Sequence[object]) -> int:
-    """Count the items at the start that are equal in both."""
+    """Return the length of the start that two sequences have in common."""
     return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _delay(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """Return `other` minus `one`. Raises `ValueError` if a difference is not `possible`."""
+    """Return `other - one`. Raises `ValueError` for unequal sizes or delays not in `possible`."""
     delay = other - one
     if delay[:, [SIZE, LOGITS]].any() or not np.isin(delay[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

@@ -54,7 +54,7 @@ _SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\))?"
 
 
 def file_kind(path: PurePath) -> str | None:
-    """The `datasets` reader for a file's suffix (before .gz or .zst); None if there is none."""
+    """The `datasets` reader for a file's suffix (before .gz or .zst); None for other suffixes."""
     kind = FILE_KINDS.get(path.suffix.lower())
     if kind or path.suffix.lower() not in COMPRESSED:
         return kind
@@ -138,7 +138,7 @@ def _share_rows(one: str, other: str) -> bool:
 
 
 def _slice(split: str) -> tuple[str, str, int, float] | None:
-    """The name, unit (% or none), start and end of a slice like `train[80%:]`; None if no slice."""
+    """The name, unit (% or none), start and end of a slice like `train[80%:]`, else None."""
     found = re.fullmatch(r"(\w+)\[(\d*)(%?):(\d*)(%?)\]", split)
     return found and (found[1], found[3] or found[5], int(found[2] or 0), float(found[4] or "inf"))
 
@@ -257,7 +257,7 @@ def the_model_can_do_the_task(run):
 
 @rule_of_train_py
 def sequences_fit_the_model(run):
-    """A model with a table of positions fails with `IndexError`; rotary ones take any position."""
+    """A model with a table of positions fails with `IndexError`; rotary models take any length."""
     positions = max_positions(known_config(run)) or math.inf
     if not run.explicit("max_length") or run["max_length"] <= positions:
         return  # train.py lowers a length that the user did not set

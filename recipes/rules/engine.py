@@ -1,9 +1,9 @@
 """Rules about the engine, its Accelerate YAML, DeepSpeed JSON or `fsdp_config`, and DDP's settings.
 
 These rules find settings with which a run silently trains something else, settings that depend on
-the GPU, and runs that hang or fail after minutes. The probe reports what the libraries refuse at
-once. The probe also compares the arguments with a DeepSpeed JSON, and with DeepSpeed's defaults for
-keys that the JSON leaves out.
+the GPU, and runs that hang or fail after minutes. The probe reports settings that the libraries
+refuse at once. The probe also compares the arguments with a DeepSpeed JSON, and with DeepSpeed's
+defaults for keys that the JSON leaves out.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +39,7 @@ _ON_GPUS = 'If the run will train on GPUs, check it with `recipes check --gpu "H
 
 @rule
 def single_engine_starts_one_process(run):
-    """`NO` and `MULTI_CPU` start one process despite --num_processes: train.py refuses mpirun."""
+    """`NO` starts one process despite --num_processes; so does `MULTI_CPU`: mpirun is refused."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
         what = f"{run.engine.raw.get('distributed_type') or 'NO'} starts one process, but the run has {run.world_size}"
         is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
@@ -171,7 +171,7 @@ _SECTIONS = {
     "fp8_config": None,
     "megatron_lm_config": "megatron_lm",
 }
-# In these sections, `accelerate config` itself writes keys that the launcher ignores: only advice.
+# `accelerate config` itself writes keys that the launcher ignores here: such keys get only advice.
 _LOOSE_SECTIONS = ("fp8_config", "megatron_lm_config")
 
 
@@ -250,7 +250,7 @@ def offload_happens(run):
 
 @rule
 def deepspeed_json_keys_are_known(run):
-    """DeepSpeed ignores a misspelt key such as `gradient_cliping`, but refuses it in a section."""
+    """DeepSpeed refuses a misspelt key in a section, but ignores `gradient_cliping` at the top."""
     known = legal.names("deepspeed_json")
     for key in (run.engine.json or {}) if known else ():
         if key not in known:
@@ -282,8 +282,8 @@ _NOT_DIVIDED = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm
 
 @rule
 def tensor_parallelism_fits_the_run(run):
-    """With ZeRO-3 the run ends in `Check batch related parameters`. With adapters, which DeepSpeed
-    divides too, it ends in `KeyError: Parameter containing` or `loss must be a scalar tensor`.
+    """With ZeRO-3 the run ends in `Check batch related parameters`. DeepSpeed divides adapters too:
+    the run then ends in `KeyError: Parameter containing` or `loss must be a scalar tensor`.
 
     Seen on two CPU ranks: `dispatch_batches` multiplies the global batch by the group's size.
     Without `average_tokens_across_devices`, Trainer divides by a token count not summed over ranks.
@@ -291,7 +291,7 @@ def tensor_parallelism_fits_the_run(run):
     eval_loss is right, but eval_accuracy counts some examples twice and others never.
     """
     written = mapping((run.engine.json or {}).get("tensor_parallel")).get("autotp_size", 1)
-    if type(written) is not int or written < 1:  # Trainer divides by it (`get_tp_size`)
+    if type(written) is not int or written < 1:  # Trainer divides by this value (`get_tp_size`)
         what = f"needs a whole number above 0, got {written!r}"
         yield in_json(run, "tensor_parallel.autotp_size", what, '"autotp_size": 1, or leave tensor_parallel out')
     if not uses_deepspeed(run) or run.engine.parallelism.autotp == 1:
@@ -329,7 +329,7 @@ def sequences_and_models_are_not_divided(run):
     whatever their number of tokens; and attention masks are dropped.
 
     Context parallelism needs torch's flash or efficient attention, which only GPUs have. No test on
-    several GPUs has shown that it trains the same as DDP.
+    several GPUs has shown that context parallelism trains the same as DDP.
 
     tp_size does not divide a model: `Model should undergo tensor parallel before passing it to
     accelerate`. The user's own script may load a divided model. Under DeepSpeed, tp_size divides
@@ -373,7 +373,7 @@ def fsdp2_is_chosen(run):
 
 @rule
 def fsdp2_shards_layer_by_layer(run):
-    """If the policy wraps nothing, FSDP2 gathers the whole model at once, and accelerate's
+    """If auto_wrap_policy wraps nothing, FSDP2 gathers the whole model at once, and accelerate's
     checkpointing ends with a TypeError. SIZE_BASED_WRAP also wraps the list of layers, except in
     the demonstration: `fully_shard does not support containers that do not implement forward`.
     """
@@ -420,7 +420,7 @@ def _scatters(run: RunSpec) -> bool:
 
 
 def _finds_unused(run: RunSpec) -> bool:
-    """True if DDP searches for unused parameters: Trainer's default with checkpointing and LoRA."""
+    """True if DDP searches for unused parameters, as by default with LoRA and checkpointing."""
     asked = run["ddp_find_unused_parameters"]
     return (asked or (asked is None and run["use_peft"])) and not run["ddp_static_graph"]
 

@@ -146,7 +146,7 @@ def syncs_each_micro_batch(run: RunSpec) -> bool:
 
 
 def mapping(value: object) -> Json:
-    """Return a mapping, or the content of the JSON file of that name, as a dict. Otherwise {}."""
+    """Return a mapping, or the content of the JSON file that `value` names, as a dict; else {}."""
     if isinstance(value, Mapping):
         return dict(value)
     return (read_json(value)[0] or {}) if isinstance(value, str) else {}

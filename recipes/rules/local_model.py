@@ -51,13 +51,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def is_rotary(config: Mapping[str, Any]) -> bool:
     """True if the model computes its rotary embeddings for any position, without a table."""
     text = text_config(config)
-    absolute = text.get("position_embedding_type") == "absolute"  # ESM's has a rope_theta all the same
+    absolute = text.get("position_embedding_type") == "absolute"  # an absolute ESM has a rope_theta all the same
     return not absolute and any(name.startswith("rope_") for name in text)
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """True if the configuration is of a sequence classifier. Its weights would load into a language
-    model without an error.
+    """True if the configuration is of a sequence classifier. A classifier's weights would
+    load into a language model without an error.
     """
     names = config.get("architectures")
     return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)

@@ -79,7 +79,7 @@ def probe_in_child(run: RunSpec) -> list[Problem]:
 def _answer(run: RunSpec, sender: Any, printed: int) -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    if str(run["optim"]) in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"):  # other optimizers need packages
+    if str(run["optim"]) in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"):  # others need these packages
         absent = {**ABSENT, "peft": None}
         sys.modules.update({name: None for name in absent if name not in sys.modules})  # type: ignore[misc]
     sender.send(probe(run))
@@ -114,7 +114,7 @@ def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
         try:
             yield
         except Exception as error:
-            if not (isinstance(error, ImportError) and run.place.is_elsewhere):  # the other machine may have it
+            if not (isinstance(error, ImportError) and run.place.is_elsewhere):  # another machine may have the package
                 found.append(refused_by_library(run, error, file, content or {}, about))
 
     yaml, args, optimizer, config = run.outer_engine or run.engine, None, None, {}
@@ -391,10 +391,10 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """Turn a library's error into a problem. Its subject is a setting that the message names and
-    the user wrote. If there is none, but a `file`, the subject is a key of its `content` that the
-    message names (by key or value), or the file. Without a `file`, it is a setting in `about`
-    ("a b c") that the user wrote, another setting that the message names, or TrainingArguments.
+    """Turn a library's error into a problem. The subject is the first of these that exists: a
+    setting that the message names and the user wrote; with a `file`, a key of the `content` that
+    the message names (by key or value), else the file; without a `file`, a setting in `about`
+    ("a b c") that the user wrote, another setting that the message names, else TrainingArguments.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)

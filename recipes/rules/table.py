@@ -144,7 +144,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a whole number from 1 up", lambda value: value >= 1,
      "global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "eval_accumulation_steps dataloader_prefetch_factor early_stopping_patience dataset_num_proc lora_r "
-     "save_total_limit"),  # 0 would mean no limit to Trainer
+     "save_total_limit"),  # Trainer reads 0 as no limit
     ("a number of steps, or -1 to train for num_train_epochs", lambda value: value != 0, "max_steps"),
     ("a number of steps, or a fraction of the run (below 1)", lambda value: value > 0, "logging_steps save_steps"),
     ("a number of steps, or a fraction of the run (below 1)", lambda value: value >= 0, "eval_steps"),

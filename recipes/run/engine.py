@@ -21,8 +21,8 @@ class Parallelism:
     """The sizes of accelerate's ParallelismConfig, and `autotp`, DeepSpeed's `autotp_size`.
 
     Tensor parallelism gives several processes the same examples, so the data are divided over fewer
-    groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would also do
-    so, but a rule refuses both. With replicas and shards (HSDP) each process has its own examples.
+    groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would do the
+    same, but a rule refuses both. With replicas and shards (HSDP) a process has its own examples.
     `source` is the file, argument or launcher that sets the sizes, empty if none does. A value that
     is not a whole number above 0 is read as 1; the probe or a rule reports the value.
     """
@@ -218,7 +218,7 @@ def _device(section: object, plain: object) -> str:
     return str(plain or "none").lower()
 
 
-# Trainer's defaults with `--fsdp` (`_process_fsdp_args`). These win over an Accelerate YAML.
+# Trainer's defaults with `--fsdp` (`_process_fsdp_args`), which win over an Accelerate YAML.
 _SET_BY_TRAINER = {
     "version": 2,
     "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

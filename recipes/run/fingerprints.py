@@ -29,8 +29,8 @@ def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
     if a file cannot be read.
 
     Without data, hash the demonstration's texts: the standard library of this Python. The hash of a
-    mixture combines each part's hash (or else its name) with the settings of that part. Up to 256
-    MiB are read whole; of larger data, about 4,096 blocks, and the start and end of each file.
+    mixture combines each part's hash (or else its name) with the settings of that part. Data up
+    to 256 MiB are read whole, larger data in about 4,096 blocks, with each file's start and end.
     """
     if not dataset_name:
         return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))

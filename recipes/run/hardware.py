@@ -26,7 +26,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs visible to this process, the usable CPU cores, and whether Liger is installed."""
+    """This process's visible GPUs and usable CPU cores. `liger`: True if Liger is installed."""
 
     gpus: tuple[Gpu, ...] = ()
     cores: int = 1
@@ -48,7 +48,7 @@ class Hardware:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s of the first GPU; None if unknown, or without a GPU or bf16."""
+        """Peak dense bf16 FLOP/s of the first GPU; None without a known GPU, or without bf16."""
         card = known(self.gpus[0].name) if self.gpus else None
         return card.peak_flops if card else None
 

@@ -6,8 +6,8 @@ plan must fit the third size, which varies with the driver: `torch_bytes` is the
 ECC is as shipped: on for data centre GPUs, where it takes a sixteenth of GDDR6 memory, and off for
 RTX A6000 and RTX 6000 Ada.
 
-Peaks are for dense matrices with fp32 accumulation at the boost clock: half of what a datasheet
-shows "with sparsity". The table known_gpus.csv has sizes in MiB, as nvidia-smi and torch print
+Peaks are for dense matrices with fp32 accumulation at the boost clock: half of a datasheet's
+figure "with sparsity". The table known_gpus.csv has sizes in MiB, as nvidia-smi and torch print
 them, and the sources of the total and of the peak.
 """
 

@@ -3,7 +3,7 @@
 The new run gets the values that the user wrote, except secrets and flags for one start, such as
 --fresh. The other values are derived again. If a derived value would now differ (another library
 version, a limit of the model, a micro-batch that `--fit` found), the new run gets the recorded
-value, unless it is a secret, a path or illegal here, or unless another machine decided it.
+value, except a secret, a path, an illegal value, and a value that another machine decided.
 """
 
 import json
@@ -87,7 +87,7 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}
     micro = record["settings"].get("per_device_train_batch_size", {})
     if micro.get("source") == FIT and record.get("world_size") == place.world_size:
-        values.pop("fit", None)  # the recorded micro-batch is what --fit found
+        values.pop("fit", None)  # no new search: --fit found the recorded micro-batch
     repeated = {name: _found(record, name, value) for name, value in values.items() if name not in _NOT_REPEATED}
     pushed = given["push_to_hub"].value if "push_to_hub" in given else _value(record, "push_to_hub")
     for name in [name for name, value in repeated.items() if HIDDEN in json.dumps(value)]:
@@ -103,8 +103,8 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
     """Return the recorded values that differ from `derived`, the run that the user's settings give
-    here. Omit files, secrets, illegal values and another machine's decisions; of the batch, keep
-    only the micro-batch, at equal world size.
+    here. Omit files, secrets, illegal values and another machine's decisions. Of the batch sizes,
+    return only the micro-batch, and only if the world size is equal.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}

@@ -53,7 +53,7 @@ def _settings_of_file(path: str, given: Given, place: Place, problems: list[Prob
         return read_config(path, problems)
     record = recorded.read(path, "config")
     values = recorded.to_repeat(record, given, place, problems)
-    # Another version, model or machine may derive other values from the same settings.
+    # Add recorded values that another version, model or machine would derive differently.
     then = replace(place, world_size=record.get("world_size") or 1, yaml=None, launched=False)
     then = replace(then, local_world_size=record.get("local_world_size") or then.world_size)
     values |= recorded.otherwise_here(record, resolve(place=then, settings=values), place)
@@ -73,7 +73,7 @@ def _split(recipe: Recipe, place: Place, engine: Engine, given: Given, problems:
     """Split the global batch over the processes. If that is impossible, use a micro-batch of 1."""
     total, micro, accumulation = (given[name].value if name in given else None for name in BATCH_FIELDS)
     if any(size is not None and size < 1 for size in (total, micro, accumulation)):
-        return Batch(1, 1, place.world_size, "unknown: a size below 1 was given")  # a rule reports it
+        return Batch(1, 1, place.world_size, "unknown: a size below 1 was given")  # a rule reports the size
     if not (micro and accumulation):
         total = total or legal.run_flags()["global_batch_size"].default
     groups = 1

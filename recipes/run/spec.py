@@ -74,7 +74,7 @@ class RunSpec(Mapping):
         return sum(1 for _ in self)
 
     def setting(self, name: str) -> Setting:
-        """Return a setting. Raises `KeyError` if unknown, `UserError` if a recipe's code fails."""
+        """Get a setting. Raises `KeyError` for unknown names, `UserError` for errors in recipes."""
         name = legal.ALIASES.get(name, name)
         if name in self.given:
             return self.given[name]
@@ -166,7 +166,7 @@ class RunSpec(Mapping):
 
     def _layers(self, name: str) -> Iterator[tuple[str, Value | None]]:
         """Yield candidates for a value that neither `given` nor `limits` holds, each with its
-        source. The first that is not None wins. If there is none, the library's default holds.
+        source. The first that is not None wins. Without such a value, the library's default holds.
         """
         if name in BATCH_FIELDS:
             sizes = dict(zip(BATCH_FIELDS, (self.batch.total, self.batch.micro, self.batch.accumulation), strict=True))

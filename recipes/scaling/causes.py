@@ -1,8 +1,9 @@
 """The causes of lost time in a step, with the seconds that each cause costs.
 
-Lost time is a step's time minus a reference: with p processes, 1/p of one process's time for the
-batch or, if not measured, its time for 1/p of the batch. The step itself shows the seconds of data,
-communication, logging and saving; a comparison of computing times shows the other causes.
+Lost time is a step's time minus a reference. With p processes, the reference is 1/p of the time
+that one process takes for the batch. If this is not measured, the reference is the time that one
+process takes for 1/p of the batch. The step itself shows the seconds of data, communication,
+logging and saving; a comparison of computing times shows the other causes.
 """
 
 from __future__ import annotations
@@ -80,8 +81,7 @@ class LostTime:
 def lost_time_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> LostTime:
     """Return the time that a step loses. `row` holds the medians of `repeats`.
 
-    Without a step time, the result is empty. A cause is left out if its value or its reference was
-    not measured.
+    Without a step time, the result is empty. A cause without a value or reference is left out.
     """
     step = row.step_time
     if not step:
@@ -106,7 +106,7 @@ def lost_time_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> 
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """Return "too noisy" if noise may hide the main cause, "" if one is named, else `reason`."""
+    """Return "too noisy" if noise may hide the main cause, "" for a named cause, else `reason`."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "too noisy"
@@ -204,7 +204,7 @@ class Training:
 
         At a fixed micro-batch the time grows with the number of passes. So this function
         interpolates between the two nearest batches that were measured, or scales down a single,
-        larger batch. None if neither is possible, or if micro-batches differ.
+        larger batch. The result is None without such batches, or if micro-batches differ.
         """
         times = self._times_alone
         if not samples or samples in times or not times:
@@ -235,7 +235,7 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
-    """Split the lost computing time in proportion to the factors' logarithms: the parts add up."""
+    """Divide the lost computing time among the factors by their logarithms: the parts add up."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
@@ -271,7 +271,7 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield the time of forward, backward and optimizer beyond `share`, one process's time."""
+    """Yield the time of forward, backward and optimizer minus `share`, that of a process alone."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)
@@ -291,7 +291,7 @@ def _computing(row: Timing) -> float | None:
 
 
 def _share(row: Timing) -> float | None:
-    """Return how many examples of an optimizer step each process computes; None if unknown."""
+    """Return the examples that each process computes in a step; None for an unknown batch."""
     return row.global_batch / row.num_processes if row.global_batch else None
 
 

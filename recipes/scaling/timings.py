@@ -46,9 +46,9 @@ class Timing:
     loss: float | None = None  # of the evaluation
     step_time: float | None = None  # of an optimizer step, like the times below
 
-    # The parts of a step, in the order in which they happen. They add up to a step. Each is a mean
-    # over the processes, except `communication`, `logging` and `saving`. The last two are times of
-    # the process that writes. The wait of other processes for that process is not part of `other`.
+    # The parts of a step, in the order in which they happen. The parts add up to a step. Each is a
+    # mean over the processes, except `communication`, `logging` and `saving`. The times of logging
+    # and saving are those of the process that writes; `other` lacks other processes' wait for it.
     data_wait: float | None = None
     forward: float | None = None
     backward: float | None = None  # without the wait for communication
@@ -63,7 +63,7 @@ class Timing:
     # Of two processes, the faster one counts as the median: a mean would make both look slow.
     no_sync_step: float | None = None
     no_sync_step_max: float | None = None
-    pass_overhead: float | None = None  # the fixed cost of a forward and backward pass, whatever its examples
+    pass_overhead: float | None = None  # the fixed cost of a forward and backward pass, for any number of examples
 
     # The communication of a process in a step, and the link between processes while nothing else
     # runs: link_bandwidth is the bus bandwidth in bytes/s of an all-reduce as large as those of a
@@ -87,7 +87,7 @@ class Timing:
     applied: str = ""  # the advice that this run tries, or "before: ..." in the run without the advice
     predicted: float | None = None  # the predicted gain: throughput with the advice over throughput without
 
-    timed: str = ""  # what epoch_time covers, such as "20 steps"; empty for an epoch
+    timed: str = ""  # the extent of epoch_time, such as "20 steps"; empty for an epoch
     slowest_rank: int | None = None  # the process whose step without gradient synchronisation takes longest
     slowest_host: str = ""
     slowest_device: str = ""
@@ -121,7 +121,7 @@ def name_of(run: Settings) -> str:
 def read(files: Iterable[str | Path]) -> list[Timing]:
     """Return the rows of all files. Rows without a column `name` get the name of their file.
 
-    Raises `UserError` for an unreadable file, with the first mistake of each row, or for no rows.
+    Raises `UserError` for an unreadable file, for no rows, or with each wrong row's first mistake.
     """
     rows: list[Timing] = []
     problems: list[Problem] = []
@@ -139,7 +139,7 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
 
 def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the non-empty rows of a file, each with its line number. Raises `UserError` if the
-    file cannot be read, or if it is no .jsonl and lacks the column num_processes.
+    file cannot be read, or if a .csv (any file but .jsonl) lacks the column num_processes.
     """
     number = 0
     try:

@@ -116,7 +116,7 @@ def fast() -> Recipe:
         "fast",
         "DDP for speed: larger micro-batches, packed sequences, compiled layers, fewer logs.",
         engine=("fast.yaml", "DDP: every GPU holds the whole model, and gradients are averaged"),
-        micro_batch_cap=(8, "fewer micro-batches per step; `recipes fit` finds the largest that fits"),
+        micro_batch_cap=(8, "fewer micro-batches per step; `recipes fit` finds the largest micro-batch that fits"),
         logging_steps=(10, "half as many host syncs as standard"),
         gradient_as_bucket_view=(True, "gradients stay in DDP's buckets, which saves memory and the time of a copy"),
         ddp_static_graph=static_graph_without_accumulation,

@@ -71,8 +71,8 @@ def recipe(name: str):
     `num_processes` is the environment's WORLD_SIZE if not given. `global_batch_size` (16 examples
     per optimizer step over all processes if not given) is split into micro-batch and accumulation;
     any other keyword overrides the recipe. Raises `UserError` for illegal settings or combinations,
-    and for a setting that `args_class` refuses or lacks. The script's own facts, such as its
-    metrics, are not checked. Warns if no launcher has set up the recipe's engine. To give DDP
+    and for a setting that `args_class` refuses or lacks. What only the script knows, such as
+    its metrics, is not checked. Warns if no launcher has set up the recipe's engine. To give DDP
     settings such as `gradient_as_bucket_view`, call `launch.training.trainer.apply_ddp_settings(trainer,
     {{"gradient_as_bucket_view": True, "ddp_comm_hook": "no"}})`.
     """

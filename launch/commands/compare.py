@@ -64,7 +64,7 @@ _TRAINING = (
 class Row(NamedTuple):
     """A setting or another fact about runs, with an entry for each run's record.
 
-    For a setting, `part` is the source; if sources differ, the source closest to the command line.
+    For a setting, `part` is the source; if sources differ, the one with the highest precedence.
     For another fact, `part` is a group, such as machine. An entry has value, source and reason.
     """
 
@@ -277,7 +277,7 @@ def _from(row: Row) -> str:
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Return the first reason in `entries`, after its run's name if there are several runs."""
+    """Return the first reason in `entries`, preceded by its run's name if there are several."""
     reasons = [(title, entry.get("reason") or "") for title, entry in zip(titles, entries, strict=True)]
     title, reason = next((pair for pair in reasons if pair[1]), ("", ""))
     return f"{title}: {reason}" if reason and len(reasons) > 1 else reason

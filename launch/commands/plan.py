@@ -169,7 +169,7 @@ def _print_splits(plan: Plan, processes: int) -> None:
         batch = f"{split.micro_batch} x {split.accumulation} x {processes}"
         rows.append([batch, _gib(split.total_bytes), _fits(split), step])
     if len(rows) > 1:
-        print(f"{plan.recommended} at the same global batch, micro-batch x accumulation x GPUs:")
+        print(f"{plan.recommended} with the same global batch, as micro-batch x accumulation x GPUs:")
         print_table(["batch", "GiB", "fits", "step"], rows)
         print()
 

@@ -169,7 +169,7 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
     mask = row.get("attention_mask") or [1] * len(ids if isinstance(ids, list) else ())
     if not all(isinstance(one, list) for one in (ids, labels, mask)) or len(mask) != len(ids):
         what = "has input_ids, labels or attention_mask that are not lists of equal length"
-        raise mistake("dataset_name", what, "use lists of equal length in each row")
+        raise mistake("dataset_name", what, "make the lists of each row equally long")
     if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
         what = f"has token ids that the tokenizer does not know: its vocabulary has {vocabulary:,} tokens"
         raise mistake("dataset_name", what, "use ids of the model's own tokenizer, or a column of texts")

@@ -185,8 +185,8 @@ class Tokenized:
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """Return the tokens of a part: from the cache, or made now by one process of each node.
 
-    The other processes wait without a deadline. If the first process fails, the next one resumes
-    after the last complete file, and soon fails too. Raises `UserError` for unreadable data.
+    The other processes wait without a deadline. If the first process fails, each other process
+    resumes after the last complete file, and meets the same error: a `UserError` for bad data.
     """
     if not part.name:  # the demonstration, which is small
         splits = {}
@@ -221,7 +221,7 @@ def of_parts(
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Name the part in each problem of a `UserError`; `name` is empty if there is only one part."""
+    """Add a mixture part's `name` to each problem of a `UserError`; empty if nothing is mixed."""
     try:
         yield
     except UserError as error:

@@ -165,7 +165,7 @@ class RankHangs(Failure):
 @functools.cache  # rank 0's store also serves the training that follows, at the same address
 def early_store(world: World) -> Store:
     """Return a store for all ranks, before the process group exists: the store of torchrun or
-    `accelerate launch`, or else a store of rank 0 at MASTER_ADDR, which the training will also use.
+    `accelerate launch` or, without a launcher, the one that rank 0 opens at MASTER_ADDR.
     """
     from torch.distributed import HashStore, PrefixStore, TCPStore
 

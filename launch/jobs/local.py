@@ -41,7 +41,7 @@ class Local(Target):
     HELP = "this machine"
 
     on_oom: str = one_of(
-        "next stop", "if memory runs out, next retries with flags that need less, stop only prints them [stop]", "stop"
+        "next stop", "if memory runs out: `next` retries with flags that need less, `stop` prints them [stop]", "stop"
     )
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:

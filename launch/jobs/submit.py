@@ -156,7 +156,7 @@ def from_site(site: Mapping[str, Any]) -> str:
 
 
 def submitted(folder: Path) -> Submission | None:
-    """Return the folder's last submission; None without an intact record of a known target."""
+    """Return the folder's last submission; None if its record is damaged or names no target."""
     submission = noted(folder)
     return submission if submission and submission.target in TARGETS else None
 

@@ -62,7 +62,7 @@ def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
     if readers_of(checkpoint) not in (None, (processes, max(1, workers))):
         return (
             f"{checkpoint.name} was written by another number of processes or workers: the weights and the schedule "
-            "are kept; the stream begins its next epoch, in which examples of the last epoch may come again"
+            "are kept; the stream begins its next epoch, and may repeat examples of the interrupted epoch"
         )
     if before in (None, processes):
         return None

@@ -101,7 +101,7 @@ def _archive_older_run(run: RunSpec) -> None:
     if not _holds_a_run(folder):
         return
     if Path.cwd().is_relative_to(folder):
-        what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
+        what = f"--fresh would move {run['output_dir']}, which is or holds the current folder"
         raise _refused(run, what, "use another --output_dir, or start from another folder")
     with writing(run["output_dir"]):
         archived = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())

@@ -179,8 +179,8 @@ def _slowest(ranks: list[list[float]]) -> list[float]:
 
 
 def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.device) -> list[list[list[float]]]:
-    """Return seconds, indexed by function in `works`, process and try. The functions take turns,
-    and all processes begin a function together.
+    """Return seconds as `[function][process][try]`, with functions in the order of `works`. The
+    functions take turns, and all processes begin a function together.
     """
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     own: list[list[float]] = [[] for _ in works]

@@ -102,7 +102,7 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 def names(of: str) -> tuple[str, ...]:
-    """The legal names in a setting or file, such as `report_to` or `accelerate_yaml`.
+    """The legal names in `of`: a setting such as `report_to`, or a file: `accelerate_yaml`.
 
     Empty if the names are unknown, for example those of `deepspeed_json` without DeepSpeed.
     """

@@ -221,8 +221,8 @@ class Requests:
         """Return the bytes that torch reserves.
 
         A cached block that is just large enough here may be just too small on a GPU. So the result
-        is the larger of two replays. In the second replay, the large requests of the steps grow by
-        _UNCERTAIN, and the bytes that this growth adds to the allocations are subtracted.
+        is the larger of two replays. The second replay enlarges the steps' large requests by
+        _UNCERTAIN, and subtracts what this adds to the allocations: other blocks are left over.
         """
         exact, larger = self.replay(), self.replay(1 + _UNCERTAIN)
         return max(exact.reserved, larger.reserved - (larger.peak_allocated - exact.peak_allocated))

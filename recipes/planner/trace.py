@@ -322,7 +322,7 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: flo
 
 
 def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
-    """Extrapolate the trace of a deep model; None if its layers or their traces do not repeat.
+    """Trace shallow copies of a deep model, and extrapolate. None if layers or traces differ.
 
     Without checkpointing, the last layer's backward differs from the other layers'. In 16 bits
     without autocast, the last layer's result is freed sooner. Compiled with adapters, the first

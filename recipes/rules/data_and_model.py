@@ -191,7 +191,7 @@ def the_model_is_a_folder(run):
 
 @rule_of_train_py
 def the_folder_holds_a_model(run):
-    """Loading ends in `OSError: no file named model.safetensors found`, or finds no vocabulary."""
+    """Otherwise loading ends in `OSError: no file named model.safetensors found`, for example."""
     folder = model_folder(run["model_name_or_path"])
     if folder is None or run.place.is_elsewhere:
         return

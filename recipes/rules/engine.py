@@ -104,7 +104,7 @@ def recipe_has_its_own_engine(run):
 @rule
 def one_engine_is_asked_for(run):
     """With `--fsdp` and DeepSpeed the run ends once the model is loaded: `Using --fsdp xxx together
-    with --deepspeed is not possible`. `--deepspeed` silently replaces the launch's FSDP or JSON.
+    with --deepspeed is not possible`. `--deepspeed` silently replaces FSDP or another JSON.
     """
     if run["fsdp"] and uses_deepspeed(run):
         yield Problem("fsdp", "cannot be combined with DeepSpeed", "leave one of the two out")
@@ -479,7 +479,7 @@ ROWS = (
               lambda run: _offloads_gradients(run) and (run["max_grad_norm"] or 0) > 0
               and run.hardware.cuda and "gloo" not in str(run["ddp_backend"]),
               "offloads gradients to host RAM, where NCCL cannot sum their norm for clipping",
-              "replace --fsdp by an Accelerate YAML with fsdp_offload_params: true, which adds gloo; "
+              "replace --fsdp by an Accelerate YAML with fsdp_offload_params: true, which adds the backend gloo; "
               "or --max_grad_norm 0",
               "The first step fails, since NCCL is only for GPUs: `No backend type associated with device type cpu`."),
 )  # fmt: skip

@@ -324,7 +324,7 @@ _ERRORS = (
               lambda run: run["save_only_model"] and run["load_best_model_at_end"]
               and (uses_deepspeed(run) or uses_fsdp(run)),
               "cannot be combined with load_best_model_at_end under DeepSpeed or FSDP", "leave it out",
-              "The run ends late: `DeepSpeed can't be used with save_only_model along with load_best_model_at_end`."),
+              "Trainer refuses: `DeepSpeed can't be used with save_only_model along with load_best_model_at_end`."),
     error_row("resume_contradicts_fresh", "resume_from_checkpoint",
               lambda run: run["resume_from_checkpoint"] and run["fresh"]
               and str(run["resume_from_checkpoint"]).lower() != "true",

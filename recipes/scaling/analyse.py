@@ -57,7 +57,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Series:
-    """One training at several world sizes, the smallest first, and its rows."""
+    """The rows of one training at several world sizes, the smallest size first."""
 
     name: str
     recipe: str
@@ -82,7 +82,7 @@ def hardware_of(series: Iterable[Series]) -> str:
 
 
 def analyse(rows: Iterable[Timing]) -> list[Series]:
-    """Return the series that the rows form. Series of one training follow each other.
+    """Return the series that the rows form. Series of the same training are adjacent.
 
     Runs that try advice, and the runs with which they are compared, are left out.
     """

@@ -216,7 +216,7 @@ def test_the_damage_campaign_notices_an_optimizer_state_that_differs_from_the_un
         ("resuming damage --count 12 --engine single ddp", " 0 lost"),
     ],
 )
-def test_short_legality_kill_and_damage_campaigns_find_no_disagreement_and_no_lost_training(words, ends):
+def test_short_campaigns_of_random_runs_kills_and_damage_find_no_failure(words, ends):
     done = campaign(*words.split(), "--seed", "slow tier")
     assert done.returncode == 0 and ends in done.stdout, done.stdout + done.stderr
 

@@ -56,7 +56,7 @@ def test_a_malformed_yaml_json_or_timings_file_is_named_and_refused(name, refuse
 
 
 @pytest.mark.parametrize("name", ["cut off", "another encoding", "no settings", "no status"])
-def test_compare_diff_rerun_and_show_name_a_damaged_run_json_and_exit_with_2(name, refused):
+def test_compare_diff_rerun_and_show_exit_with_2_and_name_a_damaged_run_json(name, refused):
     record = {**started(resolve(["--recipe", "baseline"]), 1), "status": "finished"}
     content = {
         "cut off": b'{"status": "finished", "settings": {',

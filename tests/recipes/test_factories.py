@@ -48,7 +48,7 @@ def test_a_recipe_function_passes_values_for_a_subclass_of_training_arguments_on
     assert (args.packing, args.padding_free, args.max_length) == (True, True, None)
 
 
-def test_a_recipe_function_does_not_set_the_max_steps_of_the_demonstration_without_data(tmp_path):
+def test_a_recipe_function_without_data_does_not_set_the_demonstrations_max_steps(tmp_path):
     assert recipes.fast(str(tmp_path)).max_steps == -1
 
 

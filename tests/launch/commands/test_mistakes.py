@@ -59,7 +59,7 @@ MISTAKES = {
     "submit slurm -- --run_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "others can read it",
     "submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz": "looks like a secret",
     "submit slurm -- --config fresh.yaml": "another --output_dir",
-    "submit slurm --dry_run -- --accelerate_config mine.yaml": "before `--` of `recipes submit`",
+    "submit slurm --dry_run -- --accelerate_config mine.yaml": "slurm --accelerate_config FILE -- FLAGS`",
     "submit slurm --accelerate_config accelerate.yaml": "'multi_gpu' is not a valid Distribut",
     "submit local --output job.sh": "--dry_run",
     "submit local --nodes 2 --dry_run": "--processes_per_node",

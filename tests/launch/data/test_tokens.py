@@ -68,7 +68,7 @@ def test_the_label_of_the_first_token_is_ignored_since_no_token_predicts_it():
     assert [first if first < 9 else None for first in table["first_learned"].to_pylist()] == [None, None, 2]
 
 
-def test_the_token_cache_adds_less_than_10_percent_to_4_bytes_per_token(tmp_path, tokenizer):
+def test_the_token_cache_takes_4_bytes_per_token_and_less_than_10_percent_more(tmp_path, tokenizer):
     found = tokenized(run_with(dataset_name=jsonl(tmp_path, texts("x" * 100_000))), tokenizer)
     assert sum(file.stat().st_size for file in files()) < 1.1 * 4 * len(found.train[0]["input_ids"])
 

@@ -70,7 +70,7 @@ def test_train_py_gets_special_characters_unchanged_in_a_local_job(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dry_run_job_script_run_by_hand_has_the_losses_of_one_process(tiny_model, texts, tmp_path):
+def test_the_script_printed_by_a_dry_run_trains_to_the_losses_of_one_process(tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), *STEPS, "--output_dir", str(tmp_path / "out")]
     words = ["submit", "local", "--processes_per_node", "2", "--dry_run"]
     assert main([*words, "--output", str(tmp_path / "job.sh"), "--", *flags]) == 0

@@ -20,7 +20,7 @@ def test_planned_cuda_context_has_the_size_published_for_the_gpu(card, mib):
 
 
 @pytest.mark.parametrize("card", ["NVIDIA L4", "a GPU of 24 GB"])
-def test_planned_cuda_context_is_the_largest_known_for_a_gpu_without_a_published_size(card):
+def test_a_gpu_without_a_published_cuda_context_is_planned_with_the_largest_known_one(card):
     found = context(card)
     assert found.bytes == 770 * MIB and found.source.startswith("the largest known value, measured on an H200 (")
 

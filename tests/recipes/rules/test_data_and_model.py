@@ -165,7 +165,7 @@ def test_bert_without_tokenizer_files_encodes_every_word_as_unk(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "severity"), [("rotary", "advice"), ("absolute", "error")])
-def test_only_a_rotary_model_may_train_on_longer_sequences_than_before(kind, severity, tmp_path, monkeypatch):
+def test_only_a_rotary_model_may_train_beyond_its_position_limit(kind, severity, tmp_path, monkeypatch):
     files = model(rope_theta=1e4, position_embedding_type=kind)  # ESM has both keys
     run = Run(f"{MODEL} --max_length 129", files=files).resolve(tmp_path, monkeypatch)
     found = [problem for problem in check(run) if problem.subject == "max_length"]

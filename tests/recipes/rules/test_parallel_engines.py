@@ -30,7 +30,7 @@ def ddp(tmp_path_factory):
     return reports[0]
 
 
-def test_deepspeed_sequence_parallelism_doubles_gradients_changes_losses_and_is_refused(ddp, tmp_path):
+def test_deepspeed_sequence_parallelism_is_refused_since_it_doubles_gradients_and_changes_losses(ddp, tmp_path):
     reports = ranks(tmp_path, 2, settings=of(4, deepspeed=ZERO_2), sizes={"sp_size": 2}, variables=SDPA)
     assert reports[0]["grad_norm"][0] / ddp["grad_norm"][0] == pytest.approx(2, rel=0.05)
     assert abs(reports[0]["loss"][0] - ddp["loss"][0]) > 1e-4

@@ -53,7 +53,7 @@ def test_each_rule_reports_nothing_for_the_nearest_legal_run(name, tmp_path, mon
 
 
 @pytest.mark.parametrize(("name", "run", "part"), ALSO_FIRES, ids=lambda value: getattr(value, "argv", value))
-def test_each_rule_fires_in_its_further_cases(name, run, part, tmp_path, monkeypatch):
+def test_each_rule_also_fires_in_its_other_test_cases(name, run, part, tmp_path, monkeypatch):
     found = list(BY_NAME[name](run.resolve(tmp_path, monkeypatch)))
     assert [problem for problem in found if part in f"{problem.subject}, {problem.fix}"]
 

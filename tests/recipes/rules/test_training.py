@@ -97,7 +97,7 @@ def test_the_bf16_flag_wins_over_mixed_precision_in_the_accelerate_yaml(tmp_path
     assert problem.severity == "advice" and "--bf16 wins" in problem.what
 
 
-def test_accelerate_compiles_for_a_dynamo_backend_of_the_yaml_without_torch_compile(write_yaml, tmp_path, monkeypatch):
+def test_a_dynamo_backend_in_the_yaml_compiles_even_if_torch_compile_is_not_set(write_yaml, tmp_path, monkeypatch):
     file = write_yaml("'NO'", "dynamo_config:", "  dynamo_backend: eager", processes=1)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launched(file)["ACCELERATE_DYNAMO_BACKEND"])
     trainer = train(tmp_path)

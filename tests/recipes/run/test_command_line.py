@@ -46,7 +46,7 @@ def test_flags_are_read_in_the_usual_spellings_of_booleans_numbers_lists_and_jso
         ("report_to: null", "none"),
     ],
 )
-def test_yaml_values_like_1e_4_no_and_null_in_a_config_file_get_the_type_of_their_setting(text, value, config):
+def test_ambiguous_yaml_values_in_a_config_file_get_the_type_of_their_setting(text, value, config):
     run = resolved(["--config", config(text)])
     assert run[text.partition(":")[0]] == value and not run.problems
 

@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/scaling": 1160,
     "launch": 538,
     "launch/commands": 1254,
-    "launch/data": 2045,
+    "launch/data": 2061,
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,
@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/jobs": 1378,
     "launch/output": 1455,
     "launch/scaling": 886,
-    "launch/training": 2264,
+    "launch/training": 2273,
 }
 
 

@@ -12,6 +12,7 @@ keeps rows with nothing to learn, and joins only within each thousand examples.
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ from launch.data.encode import IGNORED
 from launch.data.tokens import NOTHING, arrays_of, lengths_of
 from recipes.errors import UserError, mistake
 from recipes.run import Settings
+
+# Model types without an attention mask, or with a mask that does not hide all padding: a text would
+# get another class beside longer texts. So all batches have the same length.
+_READS_PADDING = ("fnet", "canine", "yoso", "nystromformer")
 
 Example = dict[str, Any]  # input_ids, and labels: one for each token, or one target
 
@@ -224,23 +229,30 @@ class Stack:
 
 @dataclass(frozen=True)
 class Pad:
-    """Pad rows on the right. A row has one label for each token, or one target."""
+    """Pad rows on the right. A row has one label for each token, or one target.
+
+    XLNet classifies by the last token, so its rows are padded on the left (transformers#1882).
+    """
 
     pad_token_id: int
     longest: int  # rows are padded to at most this length, because the model may have no more positions
+    model_type: str = ""
 
     def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)
         width = min(-(-length // 8) * 8, self.longest)  # tensor cores want lengths divisible by 8
+        width = self.longest if self.model_type in _READS_PADDING else width
+        padded = partial(_padded, width=width, left=self.model_type == "xlnet")
         batch = {
-            "input_ids": _padded([row["input_ids"] for row in rows], width, self.pad_token_id),
-            "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], width, 0),
+            "input_ids": padded([row["input_ids"] for row in rows], filler=self.pad_token_id),
+            "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows], filler=0),
         }
         labels = [row["labels"] for row in rows]
         per_token = isinstance(labels[0], list)
-        batch["labels"] = _padded(labels, width, IGNORED) if per_token else torch.tensor(labels)
+        batch["labels"] = padded(labels, filler=IGNORED) if per_token else torch.tensor(labels)
         return batch
 
 
-def _padded(rows: list[list[int]], width: int, filler: int) -> torch.Tensor:
-    return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
+def _padded(rows: list[list[int]], width: int, filler: int, left: bool = False) -> torch.Tensor:
+    padded = ([filler] * (width - len(row)) for row in rows)
+    return torch.tensor([more + row if left else row + more for row, more in zip(rows, padded, strict=True)])

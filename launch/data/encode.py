@@ -127,7 +127,7 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
     # Llama 2's tokenizer adds a space before a text, but not after a line break. So a completion is
     # tokenized after a line break, later cut off, if the tokenizer keeps line breaks (not XGLM's).
     line, letter, both = tokenize(["\n", "a", "\na"], add_special_tokens=False)
-    lead = line if both[: len(line)] == line and both[len(line) :] != letter else []
+    lead = line if both[: len(line)] == line and both not in (letter, [*line, *letter]) else []
     written = ["\n" * bool(lead) + text.completion for text in texts]
     completions = [ids[len(lead) :] for ids in tokenize(written, add_special_tokens=False)]
     begin = [tokenizer.bos_token_id]

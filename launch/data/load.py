@@ -90,7 +90,11 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     elif run["eval_strategy"] != "no":
         raise UserError(nothing_to_evaluate_on("the parts have only other splits", streams))
     # Padding is masked, so any token works.
-    collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"])
+    collator = (
+        Stack()
+        if run["packing"]
+        else Pad(tokenizer.pad_token_id or 0, run["max_length"], (run.model or {}).get("model_type", ""))
+    )
     commit = ", ".join(one.commit for one in tokens if one.commit) or None
     labels, kind = (target.names, target.problem_type) if target else (None, None)
     are_chats = any(one.are_chats for one in tokens)

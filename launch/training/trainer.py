@@ -3,6 +3,7 @@ resume, with complete checkpoints, and without waiting for the GPU between logs.
 """
 
 import os
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,12 @@ from recipes.run import Json, RunSpec, Settings
 
 # Errors that a checkpoint of another model, or a damaged one, may raise while it is loaded.
 _MISFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# Classes whose objects GaLore and APOLLO keep in their state: without them, no checkpoint loads.
+_PROJECTORS = (
+    ("galore_torch.galore_projector", "GaLoreProjector"),
+    ("apollo_torch.random_projector", "GradientProjector"),
+    ("apollo_torch.svd_projector", "GaLoreProjector"),
+)
 
 
 class RecipeTrainer(CommittingTrainer):
@@ -338,7 +345,9 @@ class RecipeTrainer(CommittingTrainer):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        known = [getattr(sys.modules[module], name) for module, name in _PROJECTORS if module in sys.modules]
+        with torch.serialization.safe_globals(known):  # torch.load refuses other classes
+            super()._load_optimizer_and_scheduler(checkpoint)
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if checkpoint is not None and isinstance(schedule, LambdaLR):  # a longer schedule has another rate at this step
             pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)

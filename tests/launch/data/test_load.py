@@ -1,7 +1,8 @@
 """Data ready to train on: the demonstration, classification, packed rows and padded batches."""
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from launch.data.batches import Pad
 from launch.data.encode import IGNORED
@@ -74,6 +75,16 @@ def test_batches_are_padded_to_a_multiple_of_8_with_masked_labels():
     batch = Pad(9, 64)([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1] * 9, "labels": [1] * 9}])
     assert batch["labels"][0].tolist() == [1, 2] + [IGNORED] * 14
     assert batch["attention_mask"][0].tolist() == [1, 1] + [0] * 14
+
+
+@pytest.mark.parametrize(("kind", "width"), [("bert", 5), ("xlnet", 5), ("fnet", 64)])
+def test_a_classifier_gives_a_text_the_same_logits_beside_a_longer_text(kind, width):
+    config = AutoConfig.for_model(kind, vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=1)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    short, long = ({"input_ids": [*range(5, end)], "labels": 0} for end in (10, 40))
+    alone, beside = Pad(0, width, kind)([short]), Pad(0, 64, kind)([short, long])
+    torch.testing.assert_close(model(**alone).logits[0], model(**beside).logits[0])
 
 
 def test_padding_never_exceeds_max_length():

@@ -118,6 +118,14 @@ def test_a_resume_skips_damaged_checkpoints_and_repeats_the_losses(whole_run, an
     assert (stopped / "damaged-checkpoint-4" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["galore_adamw --optim_args rank=4", "apollo_adamw --optim_args rank=4"])
+def test_a_resume_with_an_optimizer_that_projects_gradients_repeats_the_losses(optim, tiny_model, texts, tmp_path):
+    flags = [*SIX_STEPS, "--optim_target_modules", "all-linear", "--optim", *optim.split()]
+    whole = train_here(tiny_model, texts, tmp_path, *flags)
+    assert losses(train_here(tiny_model, texts, at_step(tmp_path, 4), *flags)) == losses(whole)
+
+
 def test_an_incomplete_checkpoint_is_deleted_and_the_run_resumes_from_the_one_before(stopped, found):
     checkpoints.begin(stopped / "checkpoint-6", 6, "one process", 1)
     earlier = found(stopped)

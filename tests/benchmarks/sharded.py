@@ -14,7 +14,24 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
 from launch.host.world import leave_group
+from launch.training.model import auto_class, with_adapters
+from recipes.planner.fits import Estimator
+from recipes.quiet import silence
+from recipes.rules.facts import gradient_accumulation_kwargs
+from recipes.run import here, resolve
+from recipes.run.files import shipped
+from recipes.run.hardware import Hardware
 
 WORLD = 2
 _WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8}
@@ -40,12 +57,6 @@ MICRO = 2
 
 def case_of(name: str):
     """The model's configuration and the run of a case."""
-    from transformers import LlamaConfig
-
-    from recipes.run import here, resolve
-    from recipes.run.files import shipped
-    from recipes.run.hardware import Hardware
-
     changes, length, flags = CASES[name]
     flags += f" --recipe sharded --optim adamw_torch_fused --max_length {length} --per_device_train_batch_size {MICRO}"
     for flag, value in {"--bf16": "true", "--gradient_accumulation_steps": "1"}.items():
@@ -57,11 +68,6 @@ def case_of(name: str):
 
 def _measure(rank: int, folder: str) -> None:
     """One rank. Rank 0 writes the peak of each case into live.json."""
-    import torch
-    import torch.distributed as dist
-
-    from recipes.quiet import silence
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     with silence():
@@ -73,11 +79,6 @@ def _measure(rank: int, folder: str) -> None:
 
 def _two_steps(case: str) -> int:
     """The most bytes that were alive on this rank."""
-    import torch
-
-    from launch.training.model import auto_class, with_adapters
-    from recipes.rules.facts import gradient_accumulation_kwargs
-
     config, run = case_of(case)
     config.use_cache = False
     torch.manual_seed(0)
@@ -104,9 +105,6 @@ def _two_steps(case: str) -> int:
 
 def _wrapped(run, model):
     """As `Accelerator.prepare` does it for FSDP2 on a GPU."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap"
     )
@@ -121,11 +119,6 @@ def _wrapped(run, model):
 @contextlib.contextmanager
 def _live_bytes(tensors):
     """Adds up the bytes of all storages after each operation: fully_shard empties some."""
-    import torch
-    from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
     storages: dict[int, weakref.ref] = {}
 
     class Live(TorchDispatchMode):
@@ -154,10 +147,6 @@ def _live_bytes(tensors):
 
 def main() -> None:
     """Prints the bytes of each case, planned and real, as JSON."""
-    import torch.multiprocessing
-
-    from recipes.planner.fits import Estimator
-
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (folder,), nprocs=WORLD)
         live = json.loads(Path(folder, "live.json").read_text())

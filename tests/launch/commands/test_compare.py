@@ -50,6 +50,7 @@ def test_show_prints_every_setting_of_a_recipe(name, capsys):
     main(["show", name])
     printed = capsys.readouterr().out
     assert all(setting in printed for setting in RECIPES[name]().settings)
+    assert ("no GPU: fp32" in printed) == (name in ("standard", "fast", "sharded"))
     value, reason = RECIPES[name]().settings["engine"]
     assert f"engine {value} recipe {name} {reason}" in re.sub(" +", " ", printed)
 

@@ -98,7 +98,8 @@ def test_the_flag_measure_does_not_change_the_losses_or_weights_of_a_training(ti
     measured = train_here(tiny_model, texts, tmp_path / "measured", *flags, "--measure", str(tmp_path / "t.jsonl"))
     assert losses(measured) == losses(plain)
     assert (tmp_path / "measured/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
-    assert read([tmp_path / "t.jsonl"])[0].samples == 3 * 16
+    (timing,) = read([tmp_path / "t.jsonl"])
+    assert (timing.samples, timing.communication) == (3 * 16, 0)
 
 
 # --- The command ---------------------------------------------------------------------------------

@@ -209,7 +209,9 @@ def test_scale_report_prints_the_verdicts_and_the_path_of_the_html_report(unpict
     assert str(output / "report.html") in printed
 
 
-def test_a_plot_marks_negative_scaling_with_a_cross_and_names_it_once_in_the_legend(monkeypatch):
+@pytest.fixture
+def figures(monkeypatch):
+    """The matplotlib figures of a report on one recipe that scales badly."""
     pytest.importorskip("matplotlib")
     from matplotlib import figure
 
@@ -219,7 +221,15 @@ def test_a_plot_marks_negative_scaling_with_a_cross_and_names_it_once_in_the_leg
     monkeypatch.setattr(figure, "Figure", lambda **named: drawn.append(real(**named)) or drawn[-1])
     slow = [series for series in analyse(ROWS) if series.recipe == "standard"]
     plots.pictures("bert", slow, [])
-    labels = [text.get_text() for text in drawn[1].legends[0].get_texts()]
-    crosses = [line for line in drawn[1].axes[0].lines if line.get_marker() == "x"]
+    return drawn
+
+
+def test_the_plot_of_accuracy_has_a_curve_through_the_best_accuracy_of_each_size(figures):
+    assert [0.92] * 3 in [list(line.get_ydata()) for line in figures[2].axes[0].lines]
+
+
+def test_a_plot_marks_negative_scaling_with_a_cross_and_names_it_once_in_the_legend(figures):
+    labels = [text.get_text() for text in figures[1].legends[0].get_texts()]
+    crosses = [line for line in figures[1].axes[0].lines if line.get_marker() == "x"]
     assert labels == ["standard", "negative scaling", "ideal"]
     assert [list(cross.get_xdata()) for cross in crosses] == [[4]]

@@ -100,7 +100,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
 
 def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
     """Load the model, train it and write run.json. If an earlier run has finished, only say so."""
-    from launch.data.load import require_same
+    from launch.data.load import recorded, require_same
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.model import load_model, saved_bytes
@@ -125,7 +125,7 @@ def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokeni
     trainer.make_readable(earlier.checkpoint)
 
     stop.defer()  # from here on, a signal takes effect at the end of a step
-    with kept_record(run, world, earlier, data.commit, data.recorded) as record:
+    with kept_record(run, world, earlier, data.commit, recorded(data, tokenizer)) as record:
         metrics = trainer.train(resume_from_checkpoint=earlier.checkpoint).metrics
         trainer.require_finite_weights()
         trainer.save_model()  # before an evaluation in 16 bits, which casts the weights

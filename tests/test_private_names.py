@@ -50,6 +50,7 @@ NAMES = {
     "torch.ops.aten": "_scaled_dot_product_attention_math",
     "torch.UntypedStorage": "_cdata",
     "multiprocessing.queues.Queue": "_on_queue_feeder_error",
+    "pandas._libs.parsers": "STR_NA_VALUES",
     "azure.ai.ml._schema.job.command_job": "CommandJobSchema",
     "azure.ai.ml.constants._common": "BASE_PATH_CONTEXT_KEY",
     "azure.ai.ml.entities.Command": "_to_job",

@@ -24,10 +24,6 @@ from launch.data.tokens import NOTHING, arrays_of, lengths_of
 from recipes.errors import UserError, mistake
 from recipes.run import Settings
 
-# Model types without an attention mask, or with a mask that does not hide all padding: a text would
-# get another class beside longer texts. So all batches have the same length.
-_READS_PADDING = ("fnet", "canine", "yoso", "nystromformer")
-
 Example = dict[str, Any]  # input_ids, and labels: one for each token, or one target
 
 
@@ -229,20 +225,16 @@ class Stack:
 
 @dataclass(frozen=True)
 class Pad:
-    """Pad rows on the right. A row has one label for each token, or one target.
-
-    XLNet classifies by the last token, so its rows are padded on the left (transformers#1882).
-    """
+    """Pad rows on the right or on the left. A row has one label for each token, or one target."""
 
     pad_token_id: int
     longest: int  # rows are padded to at most this length, because the model may have no more positions
-    model_type: str = ""
+    left: bool = False
 
     def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)
         width = min(-(-length // 8) * 8, self.longest)  # tensor cores want lengths divisible by 8
-        width = self.longest if self.model_type in _READS_PADDING else width
-        padded = partial(_padded, width=width, left=self.model_type == "xlnet")
+        padded = partial(_padded, width=width, left=self.left)
         batch = {
             "input_ids": padded([row["input_ids"] for row in rows], filler=self.pad_token_id),
             "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows], filler=0),

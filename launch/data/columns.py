@@ -2,10 +2,9 @@
 
 import contextlib
 import csv
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 from recipes.errors import Problem, raise_errors
 from recipes.mixture import Part, files_of, parts_of_run, paths_of
@@ -36,13 +35,6 @@ def formats(run: Settings, columns: Collection[str]) -> list[Format]:
     others = [one for one in (IDS, *CHATS, COMPLETIONS, ALPACA) if text not in one]
     ordered = [*others, (text,)] if text == "text" else [(text,), *others]
     return [found for found in ordered if set(found) <= set(columns)]
-
-
-def are_chats(run: Settings, features: Mapping[str, Any]) -> bool:
-    """True if rows with these columns go through the chat template of a tokenizer that has one."""
-    own = next(iter(formats(run, features)), None)
-    is_text = own == COMPLETIONS and "string" in str(getattr(features["completion"], "dtype", ""))
-    return own in (*CHATS, COMPLETIONS, ALPACA) and own != (run["dataset_text_field"],) and not is_text
 
 
 def new_names(names: Iterable[str], part: Part) -> dict[str, str]:

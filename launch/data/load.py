@@ -1,5 +1,6 @@
 """Load a run's data: read, tokenize and check it before the first step."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,8 +30,7 @@ class Data:
     """The data in the form that Trainer needs, and a description for people.
 
     `labels` are the names of a classifier's outputs, and `problem_type` is the kind of its target;
-    both are None for language models. `commit` is the commit of Hub data, else None.
-    `are_chats` is True if the tokenizer's chat template renders the rows, or some of them.
+    both are None for language models. `commit` is the commit of Hub data, None if unknown.
     """
 
     train: Rows | Stream
@@ -40,12 +40,6 @@ class Data:
     labels: list[str] | None = None
     commit: str | None = None
     problem_type: str | None = None
-    are_chats: bool = False
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """The fields of run.json that describe the data."""
-        return {"classes": self.labels} if self.labels else {"chats": self.are_chats}
 
     def collator_for(self, attention: str | None) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
         """Return the collator for this attention; FlashAttention needs each example's start."""
@@ -89,16 +83,12 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
         text += f"\nevaluation: {words}"
     elif run["eval_strategy"] != "no":
         raise UserError(nothing_to_evaluate_on("the parts have only other splits", streams))
-    # Padding is masked, so any token works.
-    collator = (
-        Stack()
-        if run["packing"]
-        else Pad(tokenizer.pad_token_id or 0, run["max_length"], (run.model or {}).get("model_type", ""))
-    )
+    # Padding is masked, so any token works. XLNet classifies by the last token (transformers#1882).
+    is_xlnet = (run.model or {}).get("model_type") == "xlnet"
+    collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"], left=is_xlnet)
     commit = ", ".join(one.commit for one in tokens if one.commit) or None
     labels, kind = (target.names, target.problem_type) if target else (None, None)
-    are_chats = any(one.are_chats for one in tokens)
-    return Data(train, evaluation, collator, text, labels, commit, kind, are_chats)
+    return Data(train, evaluation, collator, text, labels, commit, kind)
 
 
 def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:
@@ -161,6 +151,23 @@ def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
             text = tokenizer.decode(ids[:end])[len(said) :]  # decoded alone, a piece may lose its first space
             said, shown = said + text, shown + (f"«{text}»" if is_learned else text)
         yield shown
+
+
+def recorded(data: Data, tokenizer) -> dict[str, Any]:
+    """Return the fields of run.json that describe the data: `classes`, or else `chats`.
+
+    Texts count as chats if one of the first holds the words with which the chat template opens a
+    user's message: people also render chats themselves.
+    """
+    if data.labels:
+        return {"classes": data.labels}
+    mark, opening = "<content>", ""
+    with contextlib.suppress(Exception):  # templates raise anything, and may refuse a chat without an answer
+        chat = [{"role": "user", "content": mark}]
+        opening = tokenizer.apply_chat_template(chat, tokenize=False).partition(mark)[0].strip()
+    words = opening.splitlines()[-1].removeprefix(tokenizer.bos_token or "") if opening else ""
+    known = bool(tokenizer.chat_template)
+    return {"chats": known and any(words in text for text in shown_examples(data, tokenizer, 16))}
 
 
 def shortened(text: str) -> str:

@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetBuilder, DatasetDict, Features, IterableDat
 from datasets.packaged_modules.csv.csv import Csv
 from datasets.table import table_cast
 from huggingface_hub import HfApi
+from pandas._libs.parsers import STR_NA_VALUES
 
 from launch.data.columns import column_problems, new_names
 from launch.data.demo import demo_corpus, held_out
@@ -185,15 +186,19 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
 
 
 def _stream(builder: DatasetBuilder) -> Mapping:
-    """Open a builder's splits. In a .csv, a column that begins with text stays text: pandas infers
-    types anew for each 10,000 rows, and rows with nothing but numbers would turn 007 into 7.
+    """Open a builder's splits. pandas infers the types of a .csv anew for each 10,000 rows, and
+    would turn 007 into 7 in rows without words: a column that was text in the first rows stays so.
     """
     splits = builder.as_streaming_dataset()
     if isinstance(builder, Csv):
         first = next(iter(next(iter(splits.values())).with_format("arrow").iter(1)), None)
         texts = [field.name for field in (first.schema if first else ()) if "string" in str(field.type)]
-        builder.config.converters = dict.fromkeys(texts, str)
+        builder.config.converters = dict.fromkeys(texts, _text_of)
     return splits
+
+
+def _text_of(cell: str) -> str | None:
+    return None if cell in STR_NA_VALUES else cell  # only pandas 3.1 looks for gaps after a converter
 
 
 def _open_hub(name: str, config: str | None, commit: str | None) -> Mapping:

@@ -27,7 +27,6 @@ from datasets import Dataset, IterableDataset
 
 from launch.data import sources
 from launch.data.batches import Example, in_rows, joins, nothing_to_learn, teaches
-from launch.data.columns import are_chats
 from launch.data.encode import IGNORED
 from launch.data.tokens import Encoder, Tokenized, encoder_of, naming, token_table, tokenized
 from recipes.errors import StreamBroke, UserError, plural
@@ -194,4 +193,4 @@ def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     evaluation = None
     if test := wanted.get("dataset_test_split"):
         evaluation = tokenized(run.given_too(dataset_test_split=test), tokenizer, replace(part, split=test)).eval
-    return Tokenized(encode, evaluation, commit, are_chats(run, encode.source.features))
+    return Tokenized(encode, evaluation, commit)

@@ -32,7 +32,6 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from launch.data import sources
-from launch.data.columns import are_chats
 from launch.data.encode import IGNORED, Tokens, encode_rows
 from launch.data.sources import Source
 from launch.host.files import write_whole, writing
@@ -178,7 +177,6 @@ class Tokenized:
     train: Any  # a Dataset, or the Encoder of a stream
     eval: Dataset | None
     commit: str | None = None
-    are_chats: bool = False  # rendered by the tokenizer's chat template
     folder: Path | None = None  # None if the tokens are in memory only
 
 
@@ -282,9 +280,7 @@ def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
         return None
     splits = {split: _mapped(folder / split, made[split]["files"] if split in needed else 0) for split in names}
     rows = {flag: sources.take(splits, flag, split) for flag, split in wanted.items()}
-    return Tokenized(
-        rows["dataset_train_split"], rows.get("dataset_test_split"), index["commit"], index["chats"], folder
-    )
+    return Tokenized(rows["dataset_train_split"], rows.get("dataset_test_split"), index["commit"], folder)
 
 
 def _is_enough(made: Json, rows: float) -> bool:
@@ -308,7 +304,6 @@ def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None)
     for split, wanted in needed.items():
         made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})
         encode = encoder_of(run, tokenizer, part, splits[split])
-        index["chats"] = are_chats(run, encode.source.features)
         encoded = in_order(encode, made["place"], made["rows"], run["dataset_num_proc"] or run.hardware.cores)
         # A terminal shows progress at once, a log file every ten seconds.
         seconds, title = 0.2 if sys.stderr.isatty() else 10, f"tokenizing {part.name} ({split})"

@@ -95,7 +95,7 @@ FIELDS = {
     "data": "a hash of the local or demonstration data, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or if no model is named",
     "classes": "names of a classifier's outputs, in the model's order",
-    "chats": "true if the tokenizer's chat template rendered the data; false for plain text",
+    "chats": "false if the data are plain text, true if they hold messages as the chat template writes them",
     "sessions": "an entry per start that trained: time, steps before it, seconds, status, processes, versions",
     "changed": "settings that got another value in a resume, so that no single command repeats the training",
     "settings": "every setting: its value, the source it came from, and the reason",

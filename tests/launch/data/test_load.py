@@ -1,12 +1,14 @@
 """Data ready to train on: the demonstration, classification, packed rows and padded batches."""
 
+import dataclasses
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer, XLNetConfig, XLNetForSequenceClassification
 
 from launch.data.batches import Pad
 from launch.data.encode import IGNORED
-from launch.data.load import load_data
+from launch.data.load import load_data, recorded
 from tests.support.models import load, loss_of
 from tests.support.rows import decoded, jsonl, run_with
 
@@ -49,23 +51,20 @@ def test_the_data_description_counts_evaluation_examples_and_rows_left_out(task,
     assert ("only 1 of the 2 classes" in held_out) == (task == "sequence_classification")
 
 
-_SAID = [{"role": "assistant", "content": "b"}]
-
-
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("row", "are_chats"),
     [
-        ({"text": "b"}, False),
         ({"prompt": "a", "completion": "b"}, False),
-        ({"prompt": [{"role": "user", "content": "a"}], "completion": _SAID}, True),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}, True),
         ({"instruction": "a", "output": "b"}, True),
-        ({"messages": [{"role": "user", "content": "a"}, *_SAID]}, True),
+        ({"text": "<|im_start|>user\na<|im_end|>"}, True),
     ],
 )
 def test_run_json_records_whether_the_data_are_chats(row, are_chats, streams, tmp_path, tiny_model):
     run = run_with(dataset_name=jsonl(tmp_path, [row]), dataset_streaming=streams, max_steps=1)
-    assert load_data(run, AutoTokenizer.from_pretrained(tiny_model)).recorded == {"chats": are_chats}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert recorded(load_data(run, tokenizer), tokenizer) == {"chats": are_chats}
 
 
 # --- Batches -------------------------------------------------------------------------------------
@@ -77,14 +76,16 @@ def test_batches_are_padded_to_a_multiple_of_8_with_masked_labels():
     assert batch["attention_mask"][0].tolist() == [1, 1] + [0] * 14
 
 
-@pytest.mark.parametrize(("kind", "width"), [("bert", 5), ("xlnet", 5), ("fnet", 64)])
-def test_a_classifier_gives_a_text_the_same_logits_beside_a_longer_text(kind, width):
-    config = AutoConfig.for_model(kind, vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=1)
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config).eval()
-    short, long = ({"input_ids": [*range(5, end)], "labels": 0} for end in (10, 40))
-    alone, beside = Pad(0, width, kind)([short]), Pad(0, 64, kind)([short, long])
-    torch.testing.assert_close(model(**alone).logits[0], model(**beside).logits[0])
+def test_an_xlnet_classifier_gives_a_text_the_same_logits_beside_a_longer_text(tmp_path, tokenizer):
+    """It classifies by the last token, which must not be padding."""
+    config = XLNetConfig(vocab_size=len(tokenizer), d_model=32, n_layer=2, n_head=2, d_inner=64)
+    rows = [{"text": "short", "label": 0}, {"text": "a longer text", "label": 1}]
+    run = run_with(dataset_name=jsonl(tmp_path, rows), task="sequence_classification")
+    data = load_data(dataclasses.replace(run, model=config.to_dict()), tokenizer)
+    model = XLNetForSequenceClassification(config).eval()
+    alone = model(input_ids=torch.tensor([data.train[0]["input_ids"]])).logits
+    beside = model(**data.collator([data.train[0], data.train[1]])).logits
+    torch.testing.assert_close(alone[0], beside[0])
 
 
 def test_padding_never_exceeds_max_length():

@@ -170,22 +170,27 @@ def doctor(folder: Path, lines: str, words: str, patience: int, strike: int = 0,
 
 def strike_ranks(process: subprocess.Popen[str], folder: Path, number: int, once: bool) -> None:
     """Send rank 1 of each probe run the signal as soon as it connects."""
+    known: dict[Path, list[int]] = {}  # found before the rank connects, because to look for it takes long
     struck: set[Path] = set()
     while process.poll() is None:
-        for notes in folder.glob("recipes-*/1/answer.json"):
+        for notes in {*folder.glob("recipes-*/1/answer.json")} - struck:
+            pids = known.setdefault(notes, processes_with(str(notes.parent)))
             with contextlib.suppress(OSError):
-                if notes not in struck and not (once and struck) and '"connection"' in notes.read_text():
+                if not (once and struck) and '"connection"' in notes.read_text():
                     struck.add(notes)
-                    send(str(notes.parent), number)
+                    for pid in pids:
+                        os.kill(pid, number)
         time.sleep(0.005)
 
 
-def send(argument: str, number: int) -> None:
-    """Send the processes with this argument a signal."""
+def processes_with(argument: str) -> list[int]:
+    """The processes that were started with this argument."""
+    found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if argument in file.read_text().split("\0"):
-                os.kill(int(file.parent.name), number)
+                found.append(int(file.parent.name))
+    return found
 
 
 def named(checks: list[dict], title: str, says: str, fix: str) -> dict:

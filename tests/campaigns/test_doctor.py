@@ -18,6 +18,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.doctor import DOCTOR, SMI
@@ -185,12 +186,7 @@ def strike_ranks(process: subprocess.Popen[str], folder: Path, number: int, once
 
 def processes_with(argument: str) -> list[int]:
     """The processes that were started with this argument."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if argument in file.read_text().split("\0"):
-                found.append(int(file.parent.name))
-    return found
+    return [one.pid for one in psutil.process_iter(["cmdline"]) if argument in (one.info["cmdline"] or ())]
 
 
 def named(checks: list[dict], title: str, says: str, fix: str) -> dict:

@@ -211,25 +211,36 @@ def test_scale_report_prints_the_verdicts_and_the_path_of_the_html_report(unpict
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The matplotlib figures of a report on one recipe that scales badly."""
+    """Draws the pictures of some recipes; returns matplotlib's figures."""
     pytest.importorskip("matplotlib")
     from matplotlib import figure
 
     from launch.scaling import plots
 
-    drawn, real = [], figure.Figure
-    monkeypatch.setattr(figure, "Figure", lambda **named: drawn.append(real(**named)) or drawn[-1])
-    slow = [series for series in analyse(ROWS) if series.recipe == "standard"]
-    plots.pictures("bert", slow, [])
-    return drawn
+    def draw(*names):
+        drawn, real = [], figure.Figure
+        with monkeypatch.context() as patch:
+            patch.setattr(figure, "Figure", lambda **named: drawn.append(real(**named)) or drawn[-1])
+            plots.pictures("bert", [series for series in analyse(ROWS) if series.recipe in names], [])
+        return drawn
+
+    return draw
+
+
+def labels(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_the_plot_of_accuracy_has_a_curve_through_the_best_accuracy_of_each_size(figures):
-    assert [0.92] * 3 in [list(line.get_ydata()) for line in figures[2].axes[0].lines]
+    assert [0.92] * 3 in [list(line.get_ydata()) for line in figures("standard")[2].axes[0].lines]
+
+
+def test_the_legend_names_the_scaling_if_a_plot_has_strong_and_weak_scaling(figures):
+    assert {"standard, strong scaling", "fast, weak scaling"} <= {*labels(figures("standard", "fast")[1])}
 
 
 def test_a_plot_marks_negative_scaling_with_a_cross_and_names_it_once_in_the_legend(figures):
-    labels = [text.get_text() for text in figures[1].legends[0].get_texts()]
-    crosses = [line for line in figures[1].axes[0].lines if line.get_marker() == "x"]
-    assert labels == ["standard", "negative scaling", "ideal"]
+    figure = figures("standard")[1]
+    crosses = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
+    assert labels(figure) == ["standard", "negative scaling", "ideal"]
     assert [list(cross.get_xdata()) for cross in crosses] == [[4]]

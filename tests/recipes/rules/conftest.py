@@ -1,8 +1,6 @@
 """A fresh state for each test: the libraries remember things for a whole process."""
 
-import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +10,8 @@ from accelerate.utils import DistributedType
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """accelerate keeps its state, and what it wrote into the environment, for a whole process."""
-    with mock.patch.dict(os.environ):
-        yield
+    """accelerate keeps its state for a whole process."""
+    yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 

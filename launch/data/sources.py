@@ -50,7 +50,7 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Return the number of rows to read of each split. A missing split raises `UserError`."""
+    """Return the rows to read of each split (inf: all). A missing split raises `UserError`."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
         for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # even 1 % of so many exceeds 10**9: read all

@@ -1,4 +1,4 @@
-"""Output for people: the console of rank 0, tables, problems, and numbers with their units.
+"""Output for people: the console of one rank, tables, problems, and numbers with their units.
 
 `rich` is imported only to print, because quick commands need only the functions for numbers.
 """

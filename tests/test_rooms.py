@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/scaling": 1160,
     "launch": 538,
     "launch/commands": 1254,
-    "launch/data": 2051,
+    "launch/data": 2053,
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,

@@ -245,6 +245,6 @@ class Pad:
         return batch
 
 
-def _padded(rows: list[list[int]], width: int, filler: int, left: bool = False) -> torch.Tensor:
+def _padded(rows: list[list[int]], width: int, filler: int, left: bool) -> torch.Tensor:
     padded = ([filler] * (width - len(row)) for row in rows)
     return torch.tensor([more + row if left else row + more for row, more in zip(rows, padded, strict=True)])

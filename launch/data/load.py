@@ -137,7 +137,7 @@ def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
     """
     rows = data.train
     if isinstance(rows, Stream):
-        rows = Cut(rows.beginning(), rows.run["max_length"])
+        rows = Cut(rows.beginning, rows.run["max_length"])
     elif not isinstance(rows, Cut):
         rows = Cut(rows.examples, rows.length)
     for number in range(min(count, len(rows))):
@@ -166,8 +166,8 @@ def recorded(data: Data, tokenizer) -> dict[str, Any]:
         chat = [{"role": "user", "content": mark}]
         opening = tokenizer.apply_chat_template(chat, tokenize=False).partition(mark)[0].strip()
     words = opening.splitlines()[-1].removeprefix(tokenizer.bos_token or "") if opening else ""
-    known = bool(tokenizer.chat_template)
-    return {"chats": known and any(words in text for text in shown_examples(data, tokenizer, 16))}
+    are_chats = any(words in text for text in shown_examples(data, tokenizer, 16))
+    return {"chats": bool(tokenizer.chat_template) and are_chats}
 
 
 def shortened(text: str) -> str:

@@ -14,6 +14,7 @@ the weights even if a part is small. With a single part, no window spans two epo
 row comes once before any row comes again.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,8 +72,9 @@ class Stream(torch.utils.data.IterableDataset):
         """An invented example of maximal length: no example of the stream takes more memory."""
         return self._in_rows(token_table([([0] * self.run["max_length"],) * 2]))[0]
 
+    @functools.cached_property
     def beginning(self) -> Dataset:
-        """Return the first examples of the first part, in the order of a single reader."""
+        """The first examples of the first part, in the order of a single reader."""
         _, tokens = next(self._pieces(0, 0, 1, {"round": 0, "rows": None, "used": 0}))
         return Dataset(tokens, fingerprint="a window")
 

@@ -2,6 +2,7 @@
 broken product.
 """
 
+import ast
 import json
 import os
 import pickle
@@ -59,6 +60,25 @@ def test_the_same_seed_draws_the_same_random_code_mutations_and_they_lie_in_seve
     first, again = (breaks.draw(Random("seed"), ROOT, 40) for _ in range(2))
     assert first == again
     assert {Path("launch/output"), Path("recipes/rules")} <= {one.file.parent for one in first}
+
+
+# --- Breaks ---------------------------------------------------------------------------------------
+
+SOURCE = """\
+def f(x):
+    if x > 3:
+        raise ValueError("größer")
+    return x if x == 1 else True
+"""
+
+
+def test_each_code_mutation_gives_a_different_program(tmp_path):
+    found = []
+    for one in breaks.breaks_of(Path("f.py"), SOURCE):
+        (tmp_path / "f.py").write_text(SOURCE, encoding="utf-8")
+        one.apply(tmp_path)
+        found.append(ast.unparse(ast.parse((tmp_path / "f.py").read_text(encoding="utf-8"))))
+    assert len(found) == len(set(found)) == 9 and ast.unparse(ast.parse(SOURCE)) not in found
 
 
 # --- What check says, and what becomes of it ------------------------------------------------------

@@ -13,6 +13,7 @@ there was a disagreement.
 import argparse
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -51,7 +52,6 @@ from tests.campaigns.runs import (
     Outcome,
     described,
     flags,
-    from_json,
     results,
     scratch_folder,
     tried,
@@ -527,7 +527,7 @@ def run(scratch: Path, seed: str, number: int) -> list[Result]:
     found = [attempt(scratch, number, case)]
     for rule in {} if found[0].comparison.disagreement else found[0].judgement.errors:
         small = shrink(case, lambda other, rule=rule: rule in _judged(scratch, other).errors)
-        key = (rule, re.sub(r"\d+", "0", small.as_json()))
+        key = (rule, re.sub(r"\d+", "0", repr(small)))
         if key not in _reduced:
             _reduced.add(key)
             found.append(attempt(scratch, number, small, rule))
@@ -621,13 +621,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100, help="how many runs to draw [100]")
     parser.add_argument("--seed", default="0", help="any word; the same word draws the same runs [0]")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="runs at a time")
-    parser.add_argument("--case", metavar="JSON", help="try one case, as a disagreement prints it")
+    parser.add_argument("--case", metavar="CASE", help="try one case, as a disagreement prints it")
     options = parser.parse_args()
     started, counts, seen = time.monotonic(), Counter[str](), set[str]()
     unproven, early = Counter[str](), Counter[str]()
     with scratch_folder() as scratch:
         if options.case:
-            return _alone(once(scratch, 0, from_json(options.case)))
+            return _alone(once(scratch, 0, eval(options.case)))
         work = partial(run, scratch, options.seed)
         for one in chain.from_iterable(results(work, range(options.runs), options.workers)):
             found, legal, finished = one.comparison, one.judgement.legal, one.outcome.finished
@@ -641,7 +641,7 @@ def main() -> int:
             if found.disagreement and found.signature not in seen:
                 seen.add(found.signature)
                 print(f"\n=== run {one.number}: {found.disagreement}\n{found.what}\n{described(one.case)}")
-                print(f"--case '{one.case.as_json()}'", flush=True)
+                print(f"--case {shlex.quote(repr(one.case))}", flush=True)
     for title, counted in (
         ("legal runs that ended early, as check cannot know", early),
         ("refusals of runs that train, taken at their word", unproven),

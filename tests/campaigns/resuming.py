@@ -25,6 +25,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -32,7 +33,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from random import Random
@@ -82,9 +83,6 @@ class Moment:
     alone: bool = False
     thread: str = MAIN
     signal: int = int(signal.SIGKILL)
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 class Watch:
@@ -145,7 +143,7 @@ def watched(folder: str) -> Iterator[None]:
     What it has counted goes to events-RANK.json in the current folder.
     """
     asked, rank = os.environ[MOMENT], int(os.environ.get("RANK", 0))
-    moment = None if asked == COUNT else Moment(**json.loads(asked))
+    moment = None if asked == COUNT else eval(asked)
     watch = Watch(moment if moment and moment.rank == rank else None, folder)
     from launch.training.trainer import RecipeTrainer
 
@@ -269,7 +267,7 @@ def prepare_stopped(scratch: Path, engine: str) -> None:
     for other, seed in ((False, "42"), (True, "7")):
         case = ENGINES[engine].with_flags(seed=seed)
         in_new_folder(case, stopped(scratch, engine, other).parent, scratch)
-        outcome = start(case, Moment(first, signal=int(signal.SIGTERM)).as_json())
+        outcome = start(case, repr(Moment(first, signal=int(signal.SIGTERM))))
         if outcome.record.get("status") != "preempted":
             raise RuntimeError(f"{engine} was not stopped:\n{outcome.output}")
 
@@ -381,14 +379,6 @@ class Chain:
     engine: str
     moments: tuple[Moment, ...]
 
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def chain_from(text: str) -> Chain:
-    content = json.loads(text)
-    return Chain(content["engine"], tuple(Moment(**moment) for moment in content["moments"]))
-
 
 def draw_kills(random: Random, events: dict[str, Events]) -> Chain:
     """`events` are those of an undisturbed run of each engine that may be drawn.
@@ -445,7 +435,7 @@ def _once(result: Result, engine: str, moment: Moment | None, scratch: Path) -> 
     Path(HIT).unlink(missing_ok=True)
     steps = sorted(int(path.name.partition("-")[2]) for path in Path(OUTPUT).glob("checkpoint-*"))
     before = _status()
-    outcome = start(ENGINES[engine], moment.as_json() if moment else None)
+    outcome = start(ENGINES[engine], repr(moment) if moment else None)
     result.output += f"--- {moment or 'not killed'}\n{outcome.output}"
     hit = Path(HIT).exists()
     if hit:
@@ -501,14 +491,6 @@ class Fault:
     where: str
     kind: str
     number: int
-
-    def __str__(self) -> str:
-        return f"{self.engine}:{self.where}:{self.kind}:{self.number}"
-
-
-def fault_from(text: str) -> Fault:
-    engine, where, kind, number = text.split(":")
-    return Fault(engine, where, kind, int(number))
 
 
 def draw_damage(random: Random, engines: list[str], count: int) -> list[Fault]:
@@ -638,7 +620,7 @@ def main() -> int:
             hits.update("a step" if hit.startswith("step ") else hit for hit in result.hits)
             lost.append(bool(result.lost))
             if result.lost:
-                print(f"{result.lost}\n    --only '{result.trial}'", flush=True)
+                print(f"{result.lost}\n    --only {shlex.quote(repr(result.trial))}", flush=True)
             if options.only:
                 print(result.output)
     print(", ".join(f"{number} {hit}" for hit, number in hits.most_common()))
@@ -648,7 +630,7 @@ def main() -> int:
 
 
 def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:
-    only = [chain_from(options.only)] if options.only else []
+    only = [eval(options.only)] if options.only else []
     engines = [chain.engine for chain in only] or options.engine
     events = dict(results(partial(prepare, scratch), engines, options.workers))
     missing, number = options.count, itertools.count()
@@ -663,7 +645,7 @@ def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:
 
 def _damage(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:
     faults = draw_damage(Random(options.seed), options.engine, options.count)
-    faults = [fault_from(options.only)] if options.only else faults
+    faults = [eval(options.only)] if options.only else faults
     engines = sorted({fault.engine for fault in faults})
     list(results(partial(prepare_stopped, scratch), engines, options.workers))
     yield from results(partial(damaged, scratch), faults, options.workers)

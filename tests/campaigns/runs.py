@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -86,14 +86,6 @@ class Case:
         """The case with these flags besides, or with another value of theirs."""
         kept = [change for change in self.changes if change.where != "flag" or change.name not in flags]
         return replace(self, changes=(*kept, *(Change("flag", name, [value]) for name, value in flags.items())))
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def from_json(text: str) -> Case:
-    content = json.loads(text)
-    return Case(**{**content, "changes": tuple(Change(**change) for change in content["changes"])})
 
 
 # --- As commands and files ------------------------------------------------------------------------

@@ -43,6 +43,7 @@ pytestmark = [
 UP = "ip link set lo up"
 SMALL = "mkdir $S/small; mount -t tmpfs -o size=64k tmpfs $S/small"
 WORLD = "--nodes 2 --num_processes 2 --main_process_ip 10.9.0.1 --main_process_port 29400"
+NODE_0 = f"{WORLD} --machine_rank 0"
 # Two nodes: a second network namespace at the end of a cable. $OTHER runs a command there.
 TWO = f"""{UP}
 unshare -n sleep 1000 & other=$!
@@ -99,8 +100,8 @@ NOT_HERE = "not here"  # what mends it needs another machine
 FAILS = "#!/bin/sh\necho Driver/library version mismatch; exit 18"
 FAST = ("loopback down", "loopback without its address", "half of the ports filtered", "torch without CUDA")
 # Name -> how it is made, the check that names it, its words, those of its fix (regular
-# expressions), and bash lines that apply the fix.
-ALONE = {
+# expressions), bash lines that apply the fix and, between two nodes, the flags of node 0.
+FAULTS = {
     "loopback down": ("", "loopback", "is down", "ip link set lo up", FROM_FIX),
     "loopback without its address": (
         f"{UP}; ip addr flush dev lo", "loopback", "127.0.0.1", "ip addr replace", FROM_FIX),
@@ -120,16 +121,15 @@ ALONE = {
         f"{UP}; {nvidia_smi(SMI)}", "GPUs", "lists 2", "gpus all", "rm $S/bin/nvidia-smi"),
     "torch without CUDA": (
         f"{UP}; {CUDA}; {nvidia_smi(SMI)}", "torch", "not compiled with CUDA", "pytorch.org", NOT_HERE),
-}  # fmt: skip
-OF_ANOTHER = WORLD.replace("10.9.0.1", "10.9.0.2")
-# The same of two nodes, as node 0 sees it, with its flags.
-BETWEEN_NODES = {
-    "one absent node": (TWO, "node 1", "node 1", JOIN, WORLD),
-    "an address of another machine": (TWO, "10.9.0.2", "main_process_ip", NOT_HERE, OF_ANOTHER),
+    "one absent node": (TWO, "nodes", "node 1", "node 1", JOIN, NODE_0),
+    "an address of another machine": (
+        TWO, "nodes", "10.9.0.2", "main_process_ip", NOT_HERE, NODE_0.replace("10.9.0.1", "10.9.0.2")),
     "large packets dropped between nodes": (
-        f"{TWO}{dropped('cable0', 1500)}\n{JOIN}", "large", "mtu", "$OTHER ip link set cable1 mtu 1400", WORLD),
+        f"{TWO}{dropped('cable0', 1500)}\n{JOIN}", "nodes", "large", "mtu",
+        "$OTHER ip link set cable1 mtu 1400", NODE_0),
     "ports filtered between nodes": (
-        f"{TWO}{filtered('cable0', 32768)}\n{JOIN}", "port", "port", "tc qdisc del dev cable0 clsact", WORLD),
+        f"{TWO}{filtered('cable0', 32768)}\n{JOIN}", "nodes", "port", "port",
+        "tc qdisc del dev cable0 clsact", NODE_0),
 }  # fmt: skip
 # A signal that rank 1 gets as it connects, whether it gets it once, and what is said of it.
 STRUCK = {
@@ -203,26 +203,18 @@ def tiers(faults: dict) -> list:
     return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in faults]
 
 
-def assert_named_and_mended(folder, made, title, says, fix, mend, words="--num_processes 2") -> None:
-    code, checks, text = doctor(folder / "ill", made, words, patience=48)
+@pytest.mark.parametrize("name", tiers(FAULTS))
+def test_doctor_names_a_fault_and_reports_healthy_after_the_fix(name, tmp_path):
+    made, title, says, fix, mend, *flags = FAULTS[name]
+    words = flags[0] if flags else "--num_processes 2"
+    code, checks, text = doctor(tmp_path / "ill", made, words, patience=48)
     assert code == 1 and checks, text
     check = named(checks, title, says, fix)
     if mend == FROM_FIX:
         mend = "\n".join([*re.findall(r"`([^`]+)`", check["fix"]), *re.findall(r"^export [^#\n]*", check["fix"], re.M)])
     if mend != NOT_HERE:
-        code, checks, text = doctor(folder / "mended", f"{made}\n{mend}", words, patience=240)
+        code, checks, text = doctor(tmp_path / "mended", f"{made}\n{mend}", words, patience=240)
         assert code == 0 and not [one for one in checks if one["title"] == title and one["status"] != "ok"], text
-
-
-@pytest.mark.parametrize("name", tiers(ALONE))
-def test_doctor_names_a_fault_of_one_machine_and_reports_healthy_after_the_fix(name, tmp_path):
-    assert_named_and_mended(tmp_path, *ALONE[name])
-
-
-@pytest.mark.parametrize("name", tiers(BETWEEN_NODES))
-def test_doctor_names_a_fault_between_nodes_and_reports_healthy_after_the_fix(name, tmp_path):
-    made, says, fix, mend, words = BETWEEN_NODES[name]
-    assert_named_and_mended(tmp_path, made, "nodes", says, fix, mend, f"{words} --machine_rank 0")
 
 
 @pytest.mark.parametrize("name", tiers(STRUCK))

@@ -92,13 +92,3 @@ def test_every_value_that_a_recipe_chooses_has_a_reason(recipe, hardware):
 def test_a_recipe_keeps_two_checkpoints_and_its_shipped_accelerate_yaml_has_num_processes_1(recipe):
     assert run_of(recipe)["save_total_limit"] == 2
     assert from_yaml(shipped(RECIPES[recipe]().engine)).num_processes == 1
-
-
-def test_the_memory_zero3_recipe_is_the_memory_recipe_with_another_engine():
-    base, variant = RECIPES["memory"](), RECIPES["memory_zero3"]()
-    assert variant.base == base
-    assert set(variant.changes) == {"engine"}
-
-
-def test_the_sharded_recipe_sets_no_ddp_settings():
-    assert not [name for name in RECIPES["sharded"]().settings if name.startswith("ddp_")]

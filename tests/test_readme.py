@@ -53,7 +53,7 @@ QUICK = re.findall(r"^recipes (check .*|show .*|list|plan .*|submit .*--dry_run.
 
 
 @pytest.mark.parametrize("words", sorted(set(QUICK)))
-def test_readme_commands_check_show_list_plan_and_submit_dry_run_exit_with_0(words, capsys):
+def test_all_check_show_list_plan_and_submit_dry_run_commands_in_readmes_exit_with_0(words, capsys):
     from launch.cli import main
 
     assert main(shlex.split(words)) == 0

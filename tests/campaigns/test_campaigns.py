@@ -34,7 +34,7 @@ PHASES = ["start"] * 9 + ["step 1", "save"] * 20 + ["end"] * 3
 EVENTS = {"single": [{MAIN: PHASES, BACKGROUND: []}], "ddp": [{MAIN: PHASES, BACKGROUND: [BACKGROUND] * 9}] * 2}
 
 
-def test_random_runs_of_the_legality_campaign_repeat_by_seed_and_vary_flags_variables_and_files():
+def test_the_same_seed_draws_the_same_runs_which_vary_flags_environment_variables_and_files():
     cases = [[draw(Random(f"seed-{number}")) for number in range(300)] for _ in range(2)]
     assert cases[0] == cases[1]
     assert len({repr(case) for case in cases[0]}) > 280
@@ -110,16 +110,16 @@ def test_the_campaign_takes_an_unchanged_loss_as_proof_that_a_refused_setting_is
     assert compared(RULE, 2.5).proven and not compared(RULE, 2.5).disagreement
 
 
-def test_the_campaign_reports_a_disagreement_if_a_setting_refused_as_ignored_changes_the_loss():
+def test_the_campaign_reports_a_setting_that_a_rule_calls_ignored_but_that_changes_the_loss():
     assert RULE in compared(RULE, 2.4).disagreement
     assert RULE in compared(RULE, 2.4, beside=AT_ITS_WORD).disagreement
 
 
-def test_the_campaign_counts_a_refused_run_that_trains_as_unproven_if_its_rule_is_listed_there():
+def test_a_refusal_of_a_run_that_trains_counts_as_unproven_if_its_rule_is_listed_as_unproven():
     assert compared(AT_ITS_WORD, 2.4).unproven and not compared(AT_ITS_WORD, 2.4).disagreement
 
 
-def test_a_test_shows_the_real_failure_of_each_rule_that_the_campaign_lists_as_shown():
+def test_each_rule_listed_as_shown_has_a_test_of_what_really_happens_without_the_rule():
     tests = "".join(file.read_text() for file in (ROOT / "tests/recipes/rules").glob("test_*.py"))
     assert {*SHOWN} <= {*re.findall(r'assert_fires\(\s*"(\w+)"', tests), *test_table.SILENT}
 
@@ -147,7 +147,7 @@ def written(folder: Path, moment: Moment) -> tuple[int, list[str]]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sorted(file.name for file in folder.glob("out/*"))
 
 
-def test_the_kill_campaign_kills_a_process_just_before_it_opens_the_drawn_file(tmp_path):
+def test_the_kill_campaign_kills_a_process_just_before_it_opens_the_randomly_chosen_file(tmp_path):
     assert written(tmp_path, Moment(3)) == (-signal.SIGKILL, ["a"])  # the first is the start itself
     assert (tmp_path / HIT).read_text() == "start"
 
@@ -179,7 +179,7 @@ CRASH = "Traceback (most recent call last):\nValueError: no"
         ("data", 0, f"note  the data has changed\n{SILENT}", "losses", resuming.TOLD),
     ],
 )
-def test_the_damage_campaign_judges_a_run_by_exit_code_output_and_differences(where, code, output, differs, kind):
+def test_a_damaged_run_is_judged_by_exit_code_output_and_changed_results(where, code, output, differs, kind):
     file = resuming.INPUTS.get(where, "out/checkpoint-5/model.safetensors")
     fault = resuming.Fault("single", where, "removed", 0)
     assert resuming.judge(Outcome(code, output), fault, [Path(file)], lambda: differs)[0] == kind

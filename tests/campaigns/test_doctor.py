@@ -218,7 +218,7 @@ def test_doctor_names_a_fault_and_reports_healthy_after_the_fix(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", tiers(STRUCK))
-def test_doctor_tells_a_rank_killed_or_hung_once_from_a_rank_killed_every_time(name, tmp_path):
+def test_doctor_distinguishes_a_rank_killed_or_hung_once_from_a_rank_killed_every_time(name, tmp_path):
     strike, once, says, fix = STRUCK[name]
     code, checks, text = doctor(tmp_path / "struck", UP, "--num_processes 2", 72, strike, once)
     assert code == 1, text

@@ -45,7 +45,7 @@ def test_a_recipe_trains_on_the_gpu(flags, tiny_model, texts, tmp_path):
         assert (settings["bf16"]["value"], settings["torch_compile"]["value"]) == (True, True)
 
 
-def test_fit_trains_with_a_micro_batch_within_memory_limit_and_a_larger_one_is_out_of_memory(tmp_path):
+def test_the_micro_batch_that_fit_finds_trains_within_memory_limit_and_a_larger_one_does_not(tmp_path):
     model, data = wide_model(tmp_path / "model"), texts_of(tmp_path / "texts.jsonl", [LENGTH] * 64)
     flags = f"--recipe standard --model_name_or_path {model} --dataset_name {data} --max_length {LENGTH} --max_steps 3"
     limited = [*flags.split(), "--global_batch_size", "64", "--memory_limit", "5"]

@@ -61,7 +61,7 @@ def test_planned_memory_for_an_h200_is_close_to_the_measured_memory_except_for_m
 @pytest.mark.parametrize(
     ("status", "words", "left"), [(OK, [], 0), (NOT_RUN, ["--budget", "10"], len(all_cases(rehearse=True)))]
 )
-def test_python_m_tests_gpu_skips_measurements_with_results_and_lists_those_over_budget(status, words, left, tmp_path):
+def test_python_m_tests_gpu_skips_what_is_finished_and_lists_what_exceeds_the_time(status, words, left, tmp_path):
     results = Results(tmp_path, all_cases(rehearse=True), rehearse=True)
     for case in results.cases:
         results.add(case.name, {"status": status})
@@ -81,7 +81,7 @@ def test_python_m_tests_gpu_without_a_gpu_suggests_the_flag_rehearse_and_exits_w
 
 
 @pytest.mark.parametrize(("process", "holds"), [(1113, True), (1114, False)])
-def test_python_m_tests_gpu_compares_planned_with_allocated_memory_and_checks_the_process_margin(process, holds):
+def test_python_m_tests_gpu_compares_plans_with_allocated_and_with_process_memory(process, holds):
     planned = {"planned GiB": 950, "planned process GiB": 1050}
     found = memory.compared(planned, {"allocated GiB": 1000, "process GiB": process})
     assert (found["difference"], found["holds"]) == (pytest.approx(-0.05), holds)

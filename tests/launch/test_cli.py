@@ -29,7 +29,7 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
     assert capsys.readouterr().out.startswith(f"usage: recipes {name}")
 
 
-def test_a_command_forgets_the_rank_world_size_and_engine_that_another_launcher_left(monkeypatch, capsys):
+def test_a_command_ignores_rank_world_size_and_engine_variables_that_another_launcher_has_set(monkeypatch, capsys):
     engines = {f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM")}
     left = {"RANK", "LOCAL_RANK", "WORLD_SIZE", *engines}
     for name in left:

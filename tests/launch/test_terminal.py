@@ -39,7 +39,7 @@ def test_rich_markup_in_a_users_text_is_printed_as_it_is(say, capsys):
     assert VERBATIM in capsys.readouterr().out
 
 
-def test_a_table_printed_with_whole_true_keeps_every_number_even_if_wider_than_the_console(capsys):
+def test_a_table_printed_with_the_argument_whole_keeps_every_number_even_if_wider_than_the_console(capsys):
     print_table(["recipe", *"abcdefghijklm"], [["memory_zero3", *["19,998.4"] * 13]], whole=True)
     _, line = capsys.readouterr().out.splitlines()
     assert line.split() == ["memory_zero3", *["19,998.4"] * 13]

@@ -42,7 +42,7 @@ def test_args_class_gets_the_recipes_values_of_its_fields_and_keeps_its_own_defa
     assert (args.packing, args.max_length, args.loss_type) == (True, 777, "dft")
 
 
-def test_a_recipe_function_passes_values_for_a_subclass_of_training_arguments_on_unchanged(tmp_path):
+def test_a_recipe_function_passes_on_unchanged_all_values_for_a_subclass_of_training_arguments(tmp_path):
     """TRL packs without padding, and cuts nothing off where `max_length` is None."""
     args = recipes.standard(str(tmp_path), args_class=LikeTrl, packing=True, padding_free=True, max_length=None)
     assert (args.packing, args.padding_free, args.max_length) == (True, True, None)
@@ -136,7 +136,7 @@ def test_a_script_started_without_the_recipes_engine_is_told_the_accelerate_laun
         ("standard", {}, {}),
     ],
 )
-def test_no_engine_warning_on_rank_1_or_under_a_recipes_own_engine(recipe, variables, settings, tmp_path, monkeypatch):
+def test_no_warning_on_rank_1_or_if_the_engine_is_the_recipes_own(recipe, variables, settings, tmp_path, monkeypatch):
     started_with(monkeypatch, variables)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -62,7 +62,7 @@ def test_show_help_lists_every_field_of_run_json(capsys):
     assert all(f"  {name} " in printed for name in FIELDS)
 
 
-def test_where_prints_the_paths_of_train_py_accelerate_yamls_and_azureml_yamls(answer):
+def test_recipes_where_prints_the_paths_of_train_py_accelerate_yamls_and_azureml_yamls(answer):
     printed = answer("where")[1]
     for name, path in {"train.py": SCRIPT, "fast.yaml": ROOT / "accelerate_configs" / "fast.yaml"}.items():
         assert f"\n{name} {path}" in printed
@@ -144,7 +144,7 @@ def test_compare_marks_a_change_of_step_time_that_noise_alone_can_make(times, ma
 # --- Against a target -----------------------------------------------------------------------------
 
 
-def test_compare_requires_one_run_that_meets_every_target(runs, answer):
+def test_compare_exits_with_0_only_if_a_single_run_meets_every_metric_target(runs, answer):
     losses = {name: read_record(runs / name)["eval_loss"] for name in ("plain", "changed")}
     better, worse = sorted(losses, key=losses.__getitem__)
     assert _less_is_better("eval_mse") and not _less_is_better("eval_accuracy")
@@ -164,6 +164,6 @@ def test_compare_requires_one_run_that_meets_every_target(runs, answer):
         ("{runs}", "{runs}/changed"),  # a folder of runs names them
     ],
 )
-def test_compare_refuses_an_invalid_target_or_a_folder_of_runs(words, message, runs, capsys):
+def test_compare_refuses_an_invalid_metric_target_or_a_folder_that_holds_several_runs(words, message, runs, capsys):
     assert main(["compare", str(runs / "plain"), str(runs / "changed"), *words.format(runs=runs).split()]) == 2
     assert "".join(message.format(runs=runs).split()) in "".join(capsys.readouterr().err.split())

@@ -66,7 +66,7 @@ def test_merge_with_a_bfloat16_base_model_stays_in_bfloat16(adapter, tiny_model,
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
-def test_the_logits_of_a_bart_classifier_which_reads_the_position_of_eos_can_be_compared():
+def test_merge_compares_logits_of_a_bart_classifier_which_needs_an_eos_in_its_input():
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     model = Classifier.from_config(AutoConfig.for_model("bart", vocab_size=260, d_model=32, **sizes, num_labels=2))
     assert _logits(model, eos=model.config.eos_token_id).shape == (INPUTS, 2)

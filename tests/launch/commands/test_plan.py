@@ -56,11 +56,12 @@ def test_plan_prints_the_recommended_recipe_before_a_table_of_the_recipes(said):
     assert answer < command < printed.index("\nrecipe ")  # the answer comes before the table
 
 
-def test_plan_with_details_explains_each_column_and_names_the_source_of_the_context(said):
+def test_plan_with_details_explains_each_column_and_names_the_source_of_the_cuda_context_size(said):
     printed = said("llama", "--gpu L4 --recipe standard --max_length 128 --details")
     heads = next(line for line in printed.splitlines() if line.startswith("recipe ")).split()[1:]
     assert all(f"\n{head}: " in printed for head in heads) and "\nnot counted: " in printed
     assert re.search(r"\ncontext: \d+ MiB, .*the largest known value", printed)
+    assert re.search(r"\n8 x 2 x 1 .* yes .* ms", printed)  # a split of the same global batch
 
 
 def test_plan_for_a_model_size_names_the_model_whose_shape_it_uses(said):

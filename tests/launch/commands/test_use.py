@@ -79,7 +79,7 @@ def first_tokens(model, inputs, tokenizer) -> str:
     return tokenizer.decode(made, skip_special_tokens=True).strip()
 
 
-def test_recipes_generate_asks_the_adapter_of_a_run_on_chats_as_plain_peft_does(adapter, tmp_path, capsys):
+def test_recipes_generate_answers_as_plain_peft_for_an_adapter_trained_on_chats(adapter, tmp_path, capsys):
     adapter = shutil.copytree(adapter, tmp_path / "chats")
     rewrite(adapter, chats=True)
     tokenizer, model = AutoTokenizer.from_pretrained(adapter), AutoPeftModelForCausalLM.from_pretrained(adapter)
@@ -89,7 +89,7 @@ def test_recipes_generate_asks_the_adapter_of_a_run_on_chats_as_plain_peft_does(
     assert code == 0 and first_tokens(model, inputs, tokenizer) in said
 
 
-def test_recipes_generate_continues_the_text_if_a_chat_model_trained_on_plain_text(tiny_model, texts, tmp_path, capsys):
+def test_recipes_generate_continues_the_text_after_a_training_on_plain_text(tiny_model, texts, tmp_path, capsys):
     base = shutil.copytree(tiny_model, tmp_path / "base")
     appends = AutoTokenizer.from_pretrained(base)  # EOS, which a text to continue must not get
     eos = [(appends.eos_token, appends.eos_token_id)]

@@ -72,7 +72,7 @@ def test_the_column_check_accepts_data_with_columns_of_a_known_name_or_renamed_b
     assert not problems(tmp_path, "d.jsonl", rows, flags)
 
 
-def test_a_label_column_that_a_language_model_does_not_read_is_advice(tmp_path):
+def test_a_label_column_in_the_data_of_a_language_model_is_reported_as_advice_and_not_as_an_error(tmp_path):
     write(tmp_path / "d.csv", [{"text": "a", "label": 1}])
     (found,) = require_columns(resolved(f"--dataset_name {tmp_path / 'd.csv'}"))
     assert found.severity == "advice" and found.fix.startswith("--task sequence_classification")

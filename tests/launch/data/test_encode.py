@@ -141,20 +141,20 @@ def test_null_keys_that_parquet_fills_in_do_not_reach_the_chat_template(tmp_path
     assert first == WHOLE_CALL and "null" not in second
 
 
-def test_assistant_only_loss_learns_each_answer_as_a_template_such_as_qwen_3s_writes_it(tmp_path):
+def test_assistant_only_loss_learns_each_answer_exactly_as_the_chat_template_of_qwen_3_writes_it(tmp_path):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
     ready = load_data(run, chatting(THINKING)).train[0]
     assert learned(demo_tokenizer(), ready) == "Hi!<|im_end|><think></think>See you<|im_end|>"
 
 
-def test_assistant_only_loss_is_refused_if_the_template_closes_the_last_answer_in_another_way(tmp_path):
+def test_assistant_only_loss_is_refused_if_the_template_ends_the_last_answer_unlike_the_others(tmp_path):
     """As that of gpt-oss: the end of the earlier answers is then unknown."""
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
     template = THINKING.replace("'<|im_end|>'", "('<|return|>' if loop.last else '<|end|>')")
     assert problem(run, chatting(template)).subject == "assistant_only_loss"
 
 
-def test_a_template_may_end_a_chat_but_not_an_answer_by_eos(tmp_path):  # as Phi-3's
+def test_a_template_that_writes_eos_after_the_chat_but_not_after_each_answer_is_accepted(tmp_path):  # as Phi-3's
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
     ends = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     assert learned(demo_tokenizer(), load_data(run, chatting(UNMARKED + ends)).train[0]) == f"{SPOKEN}\n<|endoftext|>"
@@ -181,7 +181,7 @@ THOUGHT = [user("2+2?"), answer("<think>Even.</think>4")]
         (CHAT_TEMPLATE, [CHAT[0], answer("4", reasoning_content="Even.")], "leaves out the reasoning of an answer"),
     ],
 )
-def test_a_chat_is_refused_if_its_template_is_missing_or_leaves_out_any_part_of_it(template, chat, what, tmp_path):
+def test_a_chat_is_refused_if_its_template_is_missing_or_omits_a_part_of_it(template, chat, what, tmp_path):
     """Without a call, it would train on an empty message."""
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}]))
     assert what in problem(run, chatting(template)).what
@@ -334,7 +334,7 @@ def test_data_is_refused_if_every_prompt_fills_max_length(tmp_path, tokenizer):
     assert "all labels are masked" in problem(run, tokenizer).what
 
 
-def test_a_completion_gets_no_space_of_llamas_tokenizer_and_a_text_that_begins_with_bos_no_second_one(tmp_path):
+def test_llamas_tokenizer_adds_no_space_to_a_completion_and_no_second_bos_to_a_text_that_has_one(tmp_path):
     characters = "<s> </s> \u2581 \n d e f ( x ) a".split(" ")
     llama = Tokenizer(models.BPE({one: number for number, one in enumerate(characters)}, []))
     llama.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])

@@ -22,7 +22,7 @@ def test_the_banner_marks_which_text_of_the_first_example_counts_for_the_loss(ho
     assert has_few_steps == (how == ("--packing",))
 
 
-def test_prepare_show_prints_packed_examples_one_by_one(tiny_model, chats, tmp_path, capsys):
+def test_recipes_prepare_with_the_flag_show_prints_packed_examples_one_by_one(tiny_model, chats, tmp_path, capsys):
     flags = f"--model_name_or_path {tiny_model} --dataset_name {chats} --packing --max_length 128 --show 2"
     assert main(["prepare", *flags.split()]) == 0
     assert capsys.readouterr().out.count("«") == 2

@@ -31,7 +31,7 @@ def test_json_csv_parquet_text_and_gzip_files_are_read(name, tmp_path, tokenizer
     assert decoded(tokenizer, data.train) == ["one<|endoftext|>", "two<|endoftext|>"]
 
 
-def test_files_left_out_as_only_others_name_a_split_are_noted_and_a_glob_pattern_reads_all(tmp_path, tokenizer, capsys):
+def test_other_files_beside_train_jsonl_are_left_out_with_a_note_and_a_glob_reads_all(tmp_path, tokenizer, capsys):
     for name in ("train", "more"):
         jsonl(tmp_path, texts(name), f"{name}.jsonl")
     data = load_data(run_with(dataset_name=str(tmp_path)), tokenizer)

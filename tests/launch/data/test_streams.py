@@ -196,7 +196,7 @@ def test_a_stream_yields_the_data_blocks_before_a_malformed_row_and_then_the_err
     assert isinstance(last[PLACE], UserError) and cause in str(last[PLACE])
 
 
-def test_a_network_failure_ends_a_stream_as_stream_broke_and_not_as_a_user_error(folder, tokenizer, monkeypatch):
+def test_a_network_failure_in_a_stream_raises_stream_broke_and_no_user_error(folder, tokenizer, monkeypatch):
     found = stream(folder, tokenizer)
     batches = IterableDataset.iter
 

@@ -56,7 +56,7 @@ def never_encoded(monkeypatch):
 # --- What a file holds ---------------------------------------------------------------------------
 
 
-def test_input_ids_and_labels_survive_the_table_in_which_the_token_cache_holds_them():
+def test_input_ids_and_labels_read_from_the_token_cache_equal_those_that_were_written():
     rows = [([5, 6, 7], [-100, 6, 7]), ([], []), ([8], [8]), ([1, 2], [-100, -100])]
     table = token_table(rows)
     for found, wanted in ((table, rows), (table.slice(2, 2), rows[2:]), (table.slice(1, 0), [])):
@@ -76,7 +76,7 @@ def test_the_token_cache_takes_4_bytes_per_token_and_less_than_10_percent_more(t
 # --- Found again ---------------------------------------------------------------------------------
 
 
-def test_a_second_start_reuses_the_tokens_if_only_packing_length_or_seed_changed(tmp_path, tokenizer, never_encoded):
+def test_tokens_are_reused_if_only_the_seed_or_packing_or_max_length_changed(tmp_path, tokenizer, never_encoded):
     name = jsonl(tmp_path, texts(*WORDS))
     load_data(run_with(dataset_name=name), tokenizer)
     never_encoded()
@@ -108,7 +108,7 @@ def test_a_changed_data_file_is_tokenized_again_even_if_its_mtime_is_unchanged(t
     assert decoded(tokenizer, load_data(run_with(dataset_name=path), tokenizer).train) == ["new<|endoftext|>"]
 
 
-def test_another_text_column_chat_template_or_code_of_ours_is_tokenized_anew(tmp_path, tokenizer, monkeypatch):
+def test_another_text_column_chat_template_or_code_version_tokenizes_anew(tmp_path, tokenizer, monkeypatch):
     name = jsonl(tmp_path, [{"text": "a", "body": "b", "messages": None}, {**CHATS[0], "text": None}])
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

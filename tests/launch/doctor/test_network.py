@@ -56,7 +56,7 @@ def test_the_error_about_a_port_in_use_names_the_port_and_suggests_another():
     assert re.fullmatch(r"use --main_process_port \d+ on every node, or end the program that uses the port", check.fix)
 
 
-def test_a_doctor_node_gets_none_as_the_message_of_a_node_that_does_not_answer(monkeypatch):
+def test_the_doctors_network_check_gives_none_as_the_message_of_a_node_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(network, "_ANSWER_SECONDS", 0.5)
     words = f"--nodes 2 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
     said = network.Meeting(requested(*words.split())).exchange(0, number=7)

@@ -34,7 +34,7 @@ def micro_batch(argv, *more, processes=2):
 
 
 @pytest.mark.slow
-def test_fit_rejects_what_one_of_two_ranks_cannot_hold_and_later_runs_reuse_fit_json(training, tmp_path, capsys):
+def test_fit_rejects_a_batch_that_one_of_two_ranks_cannot_hold_and_fit_json_is_reused(training, tmp_path, capsys):
     """The second rank has less memory left than the first."""
     ballast = f"import os\nballast = bytearray(b'x') * int({BALLAST}e9 * (os.environ.get('RANK') == '1'))\n"
     (tmp_path / "sitecustomize.py").write_text(ballast)  # for the probes, each of which is a new Python

@@ -42,7 +42,7 @@ def main(folder):
 """
 
 
-def test_a_child_process_imports_our_package_and_returns_an_answer_or_else_output_and_exit_code(module, tmp_path):
+def test_a_child_process_imports_our_package_and_gives_an_answer_or_if_it_fails_its_exit_code(module, tmp_path):
     """PYTHONPATH stays the user's, and no file where the command was typed hides a library."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "yaml.py").write_text("raise SystemExit('the wrong yaml')")
@@ -67,7 +67,7 @@ def main(folder):
 """
 
 
-def test_an_interrupted_block_of_processes_ask_ends_its_child_processes_and_their_children(module):
+def test_an_interrupt_while_child_processes_are_asked_ends_them_and_their_children(module):
     with pytest.raises(KeyboardInterrupt), processes.ask(module(FAMILY), [None]) as (child,):
         wait_for("the process to start a child", child.end)
         pids = [int(word) for word in child.end().split()]
@@ -89,7 +89,7 @@ def test_a_child_process_dies_with_its_parent(module):
     psutil.Process(child).kill()
 
 
-def test_exit_with_calls_atexit_functions_and_exits_with_the_code_of_main():
+def test_the_function_exit_with_calls_atexit_functions_and_exits_with_the_code_that_main_returns():
     own = "atexit.register(print, 'a tracker has uploaded the run', flush=True); return 75"
     script = f"import atexit\nfrom launch.host.files import exit_with\ndef main():\n    {own}\nexit_with(main)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)

@@ -60,7 +60,7 @@ def test_train_py_gets_special_characters_unchanged_in_an_azureml_job(tmp_path):
     assert words[2 : 2 + len(HOSTILE)] == HOSTILE
 
 
-def test_an_azureml_output_folder_is_named_by_user_and_by_job_name_or_else_flags_data_and_engine(monkeypatch):
+def test_an_azureml_output_path_has_the_user_and_the_job_name_or_else_a_hash_of_flags_and_data(monkeypatch):
     def place(*argv, **named):
         return Azure(compute="c", **named).output_of(job(argv=argv))
 

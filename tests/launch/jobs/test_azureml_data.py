@@ -76,7 +76,7 @@ def test_status_and_logs_find_a_submitted_azureml_job(workspace, capsys):
     assert main(["logs", folder]) == 0 and "step 2/2 loss 1" in capsys.readouterr().out
 
 
-def test_submit_azureml_ends_with_azures_refusal_or_a_missing_login_or_workspace(workspace, monkeypatch, capsys):
+def test_submit_azureml_exits_with_2_if_azure_refuses_or_login_or_workspace_is_missing(workspace, monkeypatch, capsys):
     def last_line() -> str:
         assert main(TWO_NODES) == 2
         return capsys.readouterr().err.splitlines()[-1]
@@ -92,7 +92,7 @@ def test_submit_azureml_ends_with_azures_refusal_or_a_missing_login_or_workspace
 # --- Every form of --data -------------------------------------------------------------------------
 
 
-def test_each_data_argument_is_a_uri_file_or_uri_folder_input_by_its_path_or_data_type(workspace):
+def test_a_data_argument_becomes_a_uri_file_or_uri_folder_depending_on_its_path_or_on_data_type(workspace):
     parts = ["azureml:rows:1", f"{STORE}/a.csv", f"{STORE}/v1.2", "wasbs://box@lab.blob.core.windows.net/parts"]
     assert main([*SUBMIT, "--data", *parts, "--", *MODEL]) == 0
     (body,) = workspace.jobs.values()
@@ -105,7 +105,7 @@ def test_each_data_argument_is_a_uri_file_or_uri_folder_input_by_its_path_or_dat
     assert file["jobInputType"] == "uri_file"
 
 
-def test_azureml_uploads_a_local_model_folder_and_local_data_and_keeps_output_dir_as_the_path(workspace):
+def test_azureml_uploads_a_local_model_folder_and_local_data_and_output_dir_ends_the_outputs_path(workspace):
     write_llama(Path("own"), **SMALL)
     Path("rows").mkdir()
     Path("rows/a.jsonl").write_text('{"text": "Example"}\n')

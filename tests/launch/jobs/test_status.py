@@ -88,7 +88,7 @@ def test_a_damaged_submission_json_is_ignored(text, tmp_path):
         ({"status": "running", "started": "2026-01-03T00:00:00+0000"}, "ended unexpectedly (killed?)"),
     ],
 )
-def test_status_does_not_take_an_earlier_starts_outcome_for_the_submitted_runs(recorded, state, tmp_path, capsys):
+def test_status_does_not_show_the_outcome_of_a_start_before_the_submission(recorded, state, tmp_path, capsys):
     record.write(tmp_path / "run", recorded)
     note = Submission("local", "a title", str(tmp_path / "log"), "", "2026-01-02T00:00:00+0000")
     submission.note(tmp_path / "run", note)

@@ -78,7 +78,7 @@ def test_every_checkpoint_file_is_flushed_to_disk_before_the_manifest_is_committ
     assert seen[-1] == (checkpoint, True)
 
 
-def test_a_checkpoint_folder_named_after_another_step_is_damaged_but_any_other_name_is_valid(checkpoint):
+def test_a_checkpoint_named_after_a_wrong_step_is_damaged_but_a_name_that_is_no_step_is_valid(checkpoint):
     moved = checkpoint.rename(checkpoint.with_name("checkpoint-40"))
     assert faults(moved) == ["trainer_state.json belongs to step 4"]
     inspected = inspect(moved.rename(checkpoint.with_name("best7")))

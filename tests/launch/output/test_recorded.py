@@ -85,7 +85,7 @@ def test_a_run_json_as_config_keeps_a_max_length_lowered_to_the_models_limit(tmp
     assert resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))["max_length"] == 512
 
 
-def test_a_config_that_is_an_older_versions_run_json_sets_each_recorded_value_that_is_still_valid(tmp_path):
+def test_a_run_json_of_an_older_version_given_as_config_sets_the_recorded_values_that_are_still_valid(tmp_path):
     file = Path(recorded(tmp_path, resolve(["--recipe", "fast"], here(hardware=CPU))))
     content = json.loads(file.read_text())
     content["settings"]["logging_steps"]["value"] = 77  # what an older `fast` said
@@ -153,7 +153,7 @@ def test_run_json_never_holds_a_secret_from_environment_flags_or_recipe(tmp_path
     assert HIDDEN in text and not any(secret in text for secret in (token, similar, variable))
 
 
-def test_a_hub_token_hidden_in_run_json_must_be_given_again(tmp_path):
+def test_a_hub_token_which_run_json_records_only_masked_must_be_given_again(tmp_path):
     file = recorded(tmp_path, resolve(["--hub_token", "mine", "--push_to_hub"], here(hardware=CPU)))
     (problem,) = resolve(["--config", file], here(hardware=CPU, environment={})).problems
     assert (problem.subject, "HF_TOKEN" in problem.fix) == ("hub_token", True)

@@ -152,7 +152,7 @@ def test_without_a_valid_checkpoint_training_starts_over(stopped, found):
     assert (earlier.checkpoint, earlier.step) == (None, 0) and "training starts over" in earlier.notes
 
 
-def test_the_newest_complete_checkpoint_is_neither_unfinished_nor_of_another_run(another_run, stopped):
+def test_the_newest_checkpoint_is_searched_without_unfinished_ones_and_those_of_another_run(another_run, stopped):
     checkpoints.begin(stopped / "checkpoint-6", 6, "one process", 1)
     assert newest_complete(stopped).name == "checkpoint-4"
     replace(stopped, 4, another_run)
@@ -171,11 +171,11 @@ def test_a_run_resumes_if_the_same_model_and_data_are_at_another_path(stopped, f
     assert found(stopped, model=model, data=data).step == 6
 
 
-def test_a_setting_that_a_run_does_not_read_prevents_no_resume(stopped, found):
+def test_a_change_of_a_setting_that_the_run_does_not_use_does_not_prevent_a_resume(stopped, found):
     assert found(stopped, *SIX_STEPS, "--lora_r", "8", "--bnb_4bit_quant_type", "fp4").step == 6
 
 
-def test_a_run_killed_after_its_last_evaluation_reports_the_eval_loss_without_more_steps(tiny_model, texts, tmp_path):
+def test_a_resume_after_the_last_evaluation_reports_its_eval_loss_without_more_steps(tiny_model, texts, tmp_path):
     flags = [*SPLIT, *"--max_steps 2 --save_steps 2 --eval_strategy steps --eval_steps 2".split()]
     once = train_here(tiny_model, texts, tmp_path, *flags)
     rewrite(tmp_path, status="running")
@@ -424,7 +424,7 @@ def test_a_requeued_run_with_resume_from_checkpoint_continues_at_its_own_newest_
     assert again.identity == read_record(folder)["run"]
 
 
-def test_resume_from_checkpoint_is_used_if_the_seed_differs_or_the_folder_holds_no_checkpoint(begun, begun_run, found):
+def test_resume_from_checkpoint_is_used_if_the_seed_changed_or_output_dir_holds_no_checkpoint(begun, begun_run, found):
     (folder, named), start = begun, begun_run / "whole" / "checkpoint-2"
     assert found(folder, *other("--seed", "7"), *named).checkpoint == start
     assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == start
@@ -438,7 +438,7 @@ def test_resume_from_checkpoint_does_not_overwrite_a_finished_run(begun, asked, 
     assert look_ahead(asked(folder, *SIX_STEPS, *named))
 
 
-def test_a_resume_skips_later_checkpoints_left_by_a_restart_before_them(finished, found, tiny_model, texts, tmp_path):
+def test_a_resume_skips_checkpoints_that_an_abandoned_run_left(finished, found, tiny_model, texts, tmp_path):
     """It went back to step 2 with another seed, and was killed before its first checkpoint."""
     (finished / "checkpoint-6" / "rng_state_1.pth").touch()
     given_up = shutil.copytree(at_step(finished, 6) / "checkpoint-6", tmp_path / "given-up")

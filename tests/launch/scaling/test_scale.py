@@ -64,7 +64,7 @@ def test_a_scaling_run_records_the_parts_of_a_step_and_the_bytes_that_it_exchang
 
 @pytest.mark.slow
 @pytest.mark.skipif(not emulated.can_emulate_links(), reason="emulating a link needs root, ip netns and tc with tbf")
-def test_communication_is_the_cause_on_a_slow_link_and_compression_gains_as_predicted(alone, measured):
+def test_on_a_slow_link_communication_is_the_cause_and_compression_gains_as_predicted(alone, measured):
     with emulated.link(LINK) as namespace:
         slow = measured(2, 16, namespace=namespace)
         found = verdict(alone, slow)
@@ -106,7 +106,7 @@ def test_the_flag_measure_does_not_change_the_losses_or_weights_of_a_training(ti
 
 
 @pytest.mark.slow
-def test_scale_run_apply_measures_a_change_and_records_its_predicted_gain(alone, healthy, tiny_model, texts, tmp_path):
+def test_scale_run_with_apply_measures_a_change_beside_its_predicted_gain(alone, healthy, tiny_model, texts, tmp_path):
     slow = dataclasses.replace(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
     command = f"--model_name_or_path {tiny_model} --dataset_name {texts} --max_length 64"
     rows = [dataclasses.replace(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]

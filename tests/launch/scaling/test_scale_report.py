@@ -231,7 +231,7 @@ def labels(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_the_plot_of_accuracy_has_a_curve_through_the_best_accuracy_of_each_size(figures):
+def test_the_plot_of_accuracy_has_a_curve_through_the_best_accuracy_of_each_number_of_gpus(figures):
     assert [0.92] * 3 in [list(line.get_ydata()) for line in figures("standard")[2].axes[0].lines]
 
 

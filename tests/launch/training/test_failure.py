@@ -10,7 +10,7 @@ from tests.support.rows import jsonl
 from tests.support.running import model_flags, train_here
 
 
-def test_an_error_in_the_summary_or_timings_is_a_note_and_the_run_is_finished(monkeypatch, tiny_model, texts, tmp_path):
+def test_an_error_in_writing_the_summary_or_timings_leaves_a_run_finished(monkeypatch, tiny_model, texts, tmp_path):
     def fail(*_):
         raise RuntimeError("something broke\nin many lines")
 

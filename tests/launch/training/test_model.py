@@ -78,7 +78,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos(tmp_path):
     assert load_tokenizer(run_with(str(tmp_path))).pad_token == "<|endoftext|>"
 
 
-def test_a_padding_token_of_the_tokenizer_replaces_the_models_before_a_classifier_is_evaluated(folder):
+def test_the_pad_token_of_the_tokenizer_replaces_that_of_the_model_before_a_classifier_is_evaluated(folder):
     change(folder, pad_token_id=3)
     model = load(run_with(str(folder), task="sequence_classification", use_peft=True), CLASSES)
     assert model.config.pad_token_id == load_tokenizer(run_with(str(folder))).pad_token_id != 3
@@ -222,7 +222,7 @@ def test_adapters_are_put_on_lora_target_modules_and_an_unknown_module_is_refuse
     assert found.what == "the model has no module qkv" and "q_proj" in found.fix
 
 
-def test_a_lora_setting_that_peft_refuses_is_reported_under_use_peft_with_a_fix(tmp_path):
+def test_a_lora_setting_that_peft_refuses_is_reported_as_an_error_of_use_peft_with_a_fix(tmp_path):
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
     name = save(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SMALL, **experts)), tmp_path)
     found = problem(run_with(name, use_peft=True, lora_dropout=0.1))

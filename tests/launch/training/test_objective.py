@@ -78,7 +78,7 @@ def figures(problem_type, predictions, labels):
 
 
 @pytest.mark.parametrize("problem_type", METRICS)
-def test_metrics_computed_for_a_problem_type_are_those_listed_and_only_mse_and_mae_are_minimised(problem_type):
+def test_each_problem_type_has_its_documented_metrics_and_only_mse_and_mae_are_minimised(problem_type):
     one = problem_type == "single_label_classification"
     labels = np.array([0, 1]) if one else np.array([[0.0, 1.0], [1.0, 1.0]])
     outcome = figures(problem_type, np.array([[0.1, 0.9], [0.8, -0.2]]), labels)

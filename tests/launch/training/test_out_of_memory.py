@@ -60,7 +60,7 @@ def test_only_the_rank_that_runs_out_of_memory_reports_the_failure(flags, tmp_pa
 
 
 @pytest.mark.slow
-def test_submit_local_with_on_oom_set_to_next_resumes_with_a_smaller_micro_batch_and_same_losses(flags, tmp_path):
+def test_on_oom_next_of_submit_local_resumes_with_a_smaller_micro_batch_and_the_same_losses(flags, tmp_path):
     limit = str(round(imported_gb() + 1.19, 2))
     ours = [*flags, "8", "--memory_limit", limit, "--fresh", "--output_dir", str(tmp_path / "out")]
     words = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "baseline", "--on_oom", "next", "--", *ours]

@@ -61,7 +61,7 @@ def test_a_resumed_stream_continues_at_the_next_example_with_identical_losses(fl
         assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
-def test_a_stream_resumed_with_other_dataloader_num_workers_notes_a_new_epoch(tiny_model, data, tmp_path, watched):
+def test_a_stream_resumed_with_other_dataloader_num_workers_starts_a_new_round(tiny_model, data, tmp_path, watched):
     train_here(tiny_model, data, tmp_path / "out", *STREAM, "--max_steps", "3")
     outcome = train_here(tiny_model, data, tmp_path / "out", *EIGHT_STEPS, "--dataloader_num_workers", "2")
     text = " ".join(outcome.output.split())

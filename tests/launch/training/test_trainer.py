@@ -85,7 +85,7 @@ def test_the_step_time_leaves_out_warm_up_and_steps_that_save():
     assert len(timing.durations) == 10 - 1 - WARM_UP_STEPS - 1
 
 
-def test_dataloader_drop_last_drops_no_held_out_example_and_not_the_whole_training(tiny_model, texts, tmp_path):
+def test_dataloader_drop_last_keeps_evaluation_data_and_refuses_to_drop_all_data(tiny_model, texts, tmp_path):
     flags = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--dataloader_drop_last", "--eval_strategy", "epoch"]
     held_out = ["--dataset_test_split", "train[20:33]", "--per_device_eval_batch_size", "4"]
     trainer = built([*flags, *held_out, "--dataset_train_split", "train[:20]"], tiny_model, texts)

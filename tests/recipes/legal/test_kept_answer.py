@@ -49,7 +49,7 @@ def home(first, tmp_path):
     return tmp_path / "hf"
 
 
-def test_of_two_processes_after_an_install_only_one_explains_why_the_first_check_is_slow(first):
+def test_after_an_install_only_one_of_two_processes_explains_why_the_first_check_is_slow(first):
     (output, errors), (other, others_errors) = first[1]
     assert output == other != ""
     (line,) = (errors + others_errors).splitlines()
@@ -77,7 +77,7 @@ def test_library_settings_are_read_even_if_their_cache_cannot_be_written(first, 
 
 
 @pytest.mark.slow
-def test_library_settings_are_read_after_the_process_that_wrote_their_cache_was_killed(first, tmp_path):
+def test_library_settings_are_read_though_an_earlier_process_was_killed_before_it_cached_them(first, tmp_path):
     home = tmp_path / "hf"
     killed = start(home)
     wait_for("a lock", lambda: list(home.glob("accelerate-recipes/*.lock")))

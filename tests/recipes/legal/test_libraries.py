@@ -37,7 +37,7 @@ def test_types_and_choices_of_a_setting_follow_from_its_type_hint(hint, types, c
 
 
 @pytest.mark.parametrize("ask", libraries.OPTIONAL, ids=lambda ask: ask.__name__)
-def test_every_library_fact_that_rules_use_is_found_in_the_installed_releases(ask):
+def test_everything_that_rules_assume_about_the_libraries_is_found_in_the_installed_versions(ask):
     """A private name that a release no longer has leaves a fact out, and its rules silent."""
     if ask.__name__ in ("liger", "deepspeed"):
         pytest.importorskip({"liger": "liger_kernel.transformers"}.get(ask.__name__, ask.__name__))
@@ -64,6 +64,6 @@ SECTIONS = {  # of an Accelerate YAML: the launcher's flags, of which some may l
 }
 
 
-def test_the_nested_keys_read_from_the_libraries_include_a_known_example_for_each_setting():
+def test_the_keys_found_in_the_libraries_for_each_dict_setting_include_a_known_key():
     assert not {of: name for of, name in NAMES.items() if name not in legal.names(of)}
     assert not {of for of, keys in SECTIONS.items() if not set(keys.split()) <= legal.accelerate_nested_keys(of)}

@@ -174,6 +174,6 @@ def test_traced_peak_memory_with_lora_is_that_of_the_real_model(mixed, four_bits
         ("--torch_compile true", WORDS, "torch.compile are not counted: the real peak is lower"),
     ],
 )
-def test_plan_notes_name_memory_that_is_not_counted_and_attention_that_is_not_fused(flags, config, said):
+def test_the_notes_of_a_plan_name_memory_that_is_not_counted_and_attention_that_is_not_fused(flags, config, said):
     notes = " ".join(alone("--max_length", "64", *flags.split(), config=config).notes)
     assert said in notes if said else not notes

@@ -158,7 +158,7 @@ def test_liger_is_a_next_step_where_only_the_logits_do_not_fit():
     assert not any(step.planned.fits for step in before)
 
 
-def test_if_only_offload_fits_plans_next_steps_avoid_it_once_without_and_once_with_lora():
+def test_if_only_offload_fits_one_next_step_of_the_plan_avoids_it_without_lora_and_one_with_lora():
     plan = planned("--max_length", "128", config=LARGE, gpu_memory=2.38)
     assert plan.recommended == "memory" and [step.adapters for step in plan.next_steps] == [False, True]
     for step in plan.next_steps:

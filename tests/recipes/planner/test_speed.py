@@ -88,7 +88,7 @@ def test_zero_offload_time_is_pcie_traffic_plus_cpu_adam_at_deepspeeds_published
     assert zero3[1].host - zero2[1].host == pytest.approx((2 - 1 + 2) * 2 * pcie)
 
 
-def test_fsdp2_gathers_layers_twice_the_lm_head_once_and_reduce_scatters_once_per_micro_batch():
+def test_fsdp2_gathers_each_layer_twice_and_lm_head_once_and_reduce_scatters_once_per_micro_batch():
     head, found = WEIGHTS.outside_layers - WEIGHTS.looked_up, splits("sharded")
     assert found[1].sent_bytes == 2 * (3 * WEIGHTS.total - head) / 2
     assert found[12].sent_bytes == 12 * found[1].sent_bytes

@@ -43,7 +43,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("subject", "fix", "argv", "config"), WRONG)
-def test_a_wrong_setting_is_an_error_with_a_fix_and_where_it_stands(subject, fix, argv, config, tmp_path, monkeypatch):
+def test_a_wrong_setting_is_reported_with_a_fix_and_its_source(subject, fix, argv, config, tmp_path, monkeypatch):
     argv, files = (f"{argv} --config run.yaml", {"run.yaml": config}) if config else (argv, {})
     found = check(Run(argv, files=files).resolve(tmp_path, monkeypatch))
     about = [problem for problem in found if (problem.subject, problem.severity) == (subject, "error")]
@@ -67,6 +67,6 @@ def test_all_problems_are_reported_at_once_errors_first(tmp_path, monkeypatch):
     assert list(raised.value.problems) == [problem for problem in found if problem.severity == "error"]
 
 
-def test_require_legal_returns_the_advice_about_a_run_without_errors_and_raises_nothing():
+def test_for_a_run_without_errors_the_function_require_legal_raises_nothing_and_returns_the_advice():
     advised = resolved("--lora_r 8")
     assert [problem.severity for problem in require_legal(advised)] == ["advice"]

@@ -191,7 +191,7 @@ LEFT_OUT_RIGHTLY = [
 
 
 @pytest.mark.parametrize("run", LEFT_OUT_RIGHTLY, ids=lambda run: run.argv)
-def test_the_library_probe_accepts_what_a_json_or_yaml_omits_if_the_run_trains_as_asked(run, tmp_path, monkeypatch):
+def test_the_library_probe_accepts_a_json_or_yaml_without_keys_that_a_run_does_not_need(run, tmp_path, monkeypatch):
     assert probe(run.resolve(tmp_path, monkeypatch)) == []
 
 

@@ -197,7 +197,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("row", SILENT)
-def test_trainer_silently_makes_other_steps_or_checkpoints_than_asked_and_a_rule_reports_it(row, tmp_path):
+def test_a_rule_reports_each_setting_for_which_trainer_silently_takes_other_steps_or_saves(row, tmp_path):
     settings, steps, checkpoints = SILENT[row]
     assert train(tmp_path, **settings).state.global_step == steps
     assert len(list(tmp_path.glob("checkpoint-*"))) == checkpoints
@@ -236,7 +236,7 @@ def test_adapters_learn_nothing_if_their_alpha_is_0_or_their_dropout_1(tmp_path)
     assert_fires("lora_dropout_is_in_range", {"use_peft": True, "lora_dropout": 1.0})
 
 
-def test_any_other_word_counts_all_input_tokens(tmp_path):
+def test_an_unknown_word_for_include_num_input_tokens_seen_counts_all_tokens_and_is_refused(tmp_path):
     counts = [train(tmp_path, include_num_input_tokens_seen=word).state.num_input_tokens_seen for word in ("all", "x")]
     assert counts == [128, 128]
     assert_fires("include_num_input_tokens_seen_is_in_range", {"include_num_input_tokens_seen": "x"})
@@ -292,7 +292,7 @@ def test_split_batches_divides_each_dataloader_batch_by_the_number_of_processes(
     assert_fires("batches_are_not_split", {"accelerator_config": {"split_batches": True}}, world=2)
 
 
-def test_one_rank_has_a_batch_more_than_another_without_even_batches():
+def test_with_even_batches_off_one_rank_has_one_batch_more_than_another():
     assert [len(batches_of(rank)) for rank in (0, 1)] == [3, 3]
     assert [len(batches_of(rank, even_batches=False)) for rank in (0, 1)] == [3, 2]
     assert_fires("batches_come_out_even", {"accelerator_config": {"even_batches": False}}, world=2)

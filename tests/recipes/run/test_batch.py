@@ -55,7 +55,7 @@ def test_a_global_batch_that_contradicts_micro_batch_and_accumulation_is_refused
 
 
 @given(size=sizes, world=st.integers(1, 256))
-def test_data_parallel_size_refuses_processes_that_groups_of_the_autotp_size_cannot_divide(size, world):
+def test_num_processes_that_the_autotp_size_does_not_divide_is_refused_with_numbers_that_work(size, world):
     parallelism = Parallelism(autotp=size)
     try:
         assert data_parallel_size(world, parallelism) * size == world

@@ -66,7 +66,7 @@ def test_a_mistake_in_a_command_line_has_a_fix(words, expected):
     assert [line for line in problems if expected in line and "Fix: " in line]
 
 
-def test_the_function_with_flags_replaces_adds_or_removes_flags_of_a_command_line():
+def test_flags_of_a_command_line_are_replaced_added_or_removed_by_the_function_named_with_flags():
     argv = ["--global-batch-size=8", "--no_packing", "--lora_target_modules", "a", "b", "--seed", "1"]
     flags = {"global_batch_size": 4, "packing": None, "lora_target_modules": ["c", "d"], "fit": True}
     words = "--seed 1 --global_batch_size 4 --lora_target_modules c d --fit true"

@@ -18,7 +18,7 @@ def test_each_setting_names_the_source_of_its_value(config):
     assert sources == ["command line", path, "recipe standard", "batch arithmetic", "library default", "hardware"]
 
 
-def test_activation_checkpointing_and_gradient_checkpointing_are_one_setting_given_once():
+def test_activation_and_gradient_checkpointing_are_one_setting_and_may_not_contradict():
     if "activation_checkpointing" not in legal.trainer_fields():
         pytest.skip("this transformers has only the old name")
     run = resolved("--activation_checkpointing")
@@ -34,7 +34,7 @@ def test_the_demonstrations_max_steps_do_not_apply_where_data_or_epochs_are_give
     assert resolved("--num_train_epochs 3")["max_steps"] == -1  # epochs that the user wrote
 
 
-def test_a_models_limit_lowers_a_setting_in_a_copy_of_the_run_unless_the_user_set_it():
+def test_a_setting_above_the_models_limit_is_lowered_in_a_copy_of_the_run_unless_the_user_gave_it():
     run = resolved("--dataset_name data.jsonl")
     limited = run.limited("max_length", 128, "the model's longest sequence")
     assert run["max_length"] == 1024

@@ -84,7 +84,7 @@ def test_an_advised_larger_micro_batch_gains_its_predicted_throughput_in_simulat
     assert gained(small, twice) == pytest.approx(found.gain, rel=0.1)
 
 
-def test_a_scaling_run_that_loses_no_time_gets_no_advice_and_latency_gets_no_compression():
+def test_no_lost_time_gets_no_advice_and_time_lost_to_latency_gets_no_advice_to_compress():
     assert advice(WELL) == {}
     latency = advice(replace(WELL, latency=3e-3, gradients=1e6, bandwidth=1e11))
     assert "compression" not in latency and not latency["accumulation"].same_training

@@ -61,7 +61,7 @@ def test_a_slowdown_within_the_spread_of_repeats_is_not_negative_scaling_and_get
 
 
 @pytest.mark.parametrize(("speedup", "says"), [(3.492, "87.3% efficiency: excellent"), (0.46, "11.5% efficiency: neg")])
-def test_a_published_speedup_alone_gets_an_efficiency_band_but_no_cause_of_lost_time(speedup, says):
+def test_a_published_speedup_alone_gets_a_grade_of_efficiency_but_no_cause_of_lost_time(speedup, says):
     """IMDB and AG News on 4 GPUs: only ratios were published."""
     rows = [Timing(1, 100), Timing(4, 100 / speedup)]
     assert says in words_of(rows) and last(rows).cause is None

@@ -46,7 +46,7 @@ def expected_band(table: Table, place: int) -> str:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
-def test_verdicts_on_published_scaling_tables_have_the_tables_speedups_and_efficiency_bands(table):
+def test_verdicts_on_a_published_scaling_table_have_its_speedups_and_grades_of_efficiency(table):
     """Through the columns that people have: so many samples take so long."""
     timed = zip(table.sizes, (float(1000 / rate) for rate in table.rates), strict=True)
     series = analyse([Timing(size, time, samples=1000, scaling=table.scaling) for size, time in timed])[0]

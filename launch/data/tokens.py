@@ -172,7 +172,7 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokens of a part's splits, and the commit of data from the Hub."""
+    """The tokens of one data set's splits, and the data set's commit if it is on the Hub."""
 
     train: Any  # a Dataset, or the Encoder of a stream
     eval: Dataset | None
@@ -219,7 +219,7 @@ def of_parts(
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Add a mixture part's `name` to each problem of a `UserError`; empty if nothing is mixed."""
+    """Add a data set's `name` (empty without a mixture) to each problem of a `UserError`."""
     try:
         yield
     except UserError as error:

@@ -102,8 +102,8 @@ TOPICS = {
             Variant("fp16, scaler", _SCALED, dtype="fp16", scale=True),
         ),
         (
-            "the loss is divided and the learning rate multiplied, so that gradients are as small as in a mean over "
-            f"{_LARGE_BATCH:,} tokens; the scaler may skip the first steps while it searches for its scale",
+            "the loss is divided by a factor, and the learning rate multiplied by it: gradients are as small as in a "
+            f"mean over {_LARGE_BATCH:,} tokens; the scaler may skip the first steps while it searches for its scale",
             *_OF_16_BITS,
         ),
         _LARGE_BATCH,

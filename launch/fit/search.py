@@ -62,8 +62,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
 
 
 def _start(run: RunSpec) -> Json:
-    """Return a dict: `kept`, a valid fit.json, or for a search `limit` (bytes per process), `guess`
-    (the first micro-batch) and `port` (for probes). Raises `UserError` for a read-only folder.
+    """Return a valid fit.json as `kept`. Without one, return a search's inputs: `limit` (bytes per
+    process), `guess` (the first micro-batch), `port`. Raises `UserError` for a read-only folder.
     """
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):

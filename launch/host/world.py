@@ -373,7 +373,7 @@ def compile_safely() -> None:
     def load(name: str, *args: Any, **kwargs: Any) -> Any:
         folder = Path(kwargs.get("build_directory") or cpp_extension._get_build_directory(name, verbose=False))
         if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob("*.so")):
-            line = "this takes minutes, but only once; if another process compiles it, this one waits"
+            line = "compiling takes minutes, but happens once; it waits if another process compiles the same code"
             print(f"compiling {name} into {folder}: {line}", file=sys.stderr, flush=True)
         with FileLock(folder / "flock"):
             (folder / "lock").unlink(missing_ok=True)  # torch's lock

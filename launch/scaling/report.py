@@ -118,7 +118,7 @@ class Findings:
 
     @property
     def title(self) -> str:
-        return f"Scaling of {', '.join(self.names) or 'advice that was tried'}"
+        return f"Scaling of {', '.join(self.names)}" if self.names else "Advice that was tried"
 
     @property
     def hardware(self) -> str:

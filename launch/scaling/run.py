@@ -255,8 +255,8 @@ def _before_and_after(size: Size, advice: Advice) -> list[Point]:
 
 
 def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, Size]:
-    """Return the size that matches the flags. Prefer strong scaling, then the largest size. Raises
-    `UserError` if no size matches.
+    """Return the matching series and number of processes: strong scaling first, then the largest
+    number. Raises `UserError` if nothing matches the flags.
     """
     found = [
         (series, size)

@@ -228,7 +228,7 @@ class Requests:
         return max(exact.reserved, larger.reserved - (larger.peak_allocated - exact.peak_allocated))
 
     def replay(self, larger: float = 1, expandable: bool = False) -> Allocator:
-        """Replay all events, with the steps' large requests `larger` times as large."""
+        """Replay all events, with the steps' large requests multiplied by the factor `larger`."""
         allocator = Allocator(expandable)
         blocks: list[Block] = []
         for place, event in enumerate(self.events):

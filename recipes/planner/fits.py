@@ -122,8 +122,8 @@ class Estimator:
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
         """Extrapolate from copies of a small batch. The number of copies has no factor in common
-        with a dimension of the model (see `at_batch`). The small batch has one row. With Liger, it
-        has the batch's odd factor: 3 for 3, 6 and 12 rows, which make equally many loss chunks.
+        with a dimension of the model (see `at_batch`). The small batch has one row or, with Liger,
+        the odd factor of the batch: 3, 6 and 12 rows (factor 3) make equally many loss chunks.
         """
         from recipes.planner.trace import as_traced, trace_any
 

@@ -370,4 +370,4 @@ def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str
         if several:
             yield "sharded", in_16_bits, "frozen weights in 16 bits, gathered per micro-batch"
     yield "standard", qlora, "4-bit weights are dequantized at each use; the time is not measured"
-    yield "standard", {**qlora, "max_length": max(2, length // 2)}, "none, but half the context"
+    yield "standard", {**qlora, "max_length": max(2, length // 2)}, "none, but sequences are half as long"

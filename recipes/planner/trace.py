@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Find the start of the piece that only `two` has. Raises `ValueError` if there is no piece."""
+    """Return where the rows start that `two` has and `one` lacks. Raises `ValueError` if none."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:

@@ -39,7 +39,7 @@ _ON_GPUS = 'If the run will train on GPUs, check it with `recipes check --gpu "H
 
 @rule
 def single_engine_starts_one_process(run):
-    """`NO` starts one process despite --num_processes; so does `MULTI_CPU`: mpirun is refused."""
+    """`NO` ignores --num_processes and starts one process. So does `MULTI_CPU` without mpirun."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
         what = f"{run.engine.raw.get('distributed_type') or 'NO'} starts one process, but the run has {run.world_size}"
         is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
@@ -227,7 +227,7 @@ def no_is_quoted(run):
     """
     for name, is_fatal in (("mixed_precision", True), ("distributed_type", not run.engine.num_processes)):
         if run.engine.raw.get(name) is False:
-            what, severity = "no without quotes is false in YAML", "error" if is_fatal else "advice"
+            what, severity = "`no` without quotes is false in YAML", "error" if is_fatal else "advice"
             yield in_yaml(run, name, what, f"{name}: '{'no' if name == 'mixed_precision' else 'NO'}'", severity)
 
 

@@ -49,7 +49,7 @@ class Parallelism:
 
 
 def sizes_of(values: Mapping[str, Any], source: str, prefix: str = "") -> Parallelism:
-    """Read the sizes from keyword arguments, a YAML or the environment. Numbers may be text."""
+    """Read the parallel sizes from keyword arguments, a YAML or variables. Numbers may be text."""
     names = (field.name for field in fields(Parallelism) if field.name.endswith("_size"))
     read = {name: _count(values.get(f"{prefix}{name}")) for name in names}
     return Parallelism(**read, source=source)

@@ -106,10 +106,9 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 
 def _volume_bound(row: Timing, waits: float) -> bool:
-    """True if sending a step's bytes takes longer than twice the latency of its collectives, and
-    longer than a quarter of the wait (ranks that compete for cores can cause the rest).
-
-    Twice, since small messages' measured bandwidth includes latency. False if a value is unknown.
+    """True if sending a step's bytes takes longer than twice the latency of the step's collectives
+    (the measured bandwidth of small messages includes latency), and longer than a quarter of the
+    seconds spent waiting, `waits` (busy cores can cause the rest). False if a value is unknown.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False

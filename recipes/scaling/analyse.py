@@ -122,7 +122,7 @@ def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
 
 
 def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """Return the rows of each series of one training, by the series' name and kind of scaling.
+    """Group one training's rows into series. The keys are (name of the series, kind of scaling).
 
     Jobs are weak scaling if their batches per process are equal and their global batches differ.
     Other jobs are strong scaling, with a series for each global batch.

@@ -271,7 +271,7 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield the time of forward, backward and optimizer minus `share`, that of a process alone."""
+    """Yield how much longer forward, backward and optimizer take than alone (`share` seconds)."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)

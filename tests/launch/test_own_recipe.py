@@ -37,7 +37,7 @@ def test_plan_recommends_a_users_recipe_with_a_command_that_names_the_file(capsy
     assert main(["check", *flags]) == 0
 
 
-def test_a_mistake_in_a_users_recipe_ends_show_check_plan_and_submit_with_exit_code_2(tmp_path, capsys):
+def test_show_check_plan_and_submit_exit_with_2_for_a_mistake_in_a_users_recipe(tmp_path, capsys):
     tmp_path.joinpath("mine.yaml").write_text(MINE.replace("logging_steps", "loging_steps"))
     plan = ["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml"]
     submit = ["submit", "local", "--recipe", "mine.yaml", "--dry_run"]

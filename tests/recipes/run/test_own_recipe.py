@@ -102,7 +102,7 @@ def test_a_recipe_function_may_build_on_another_recipe_function(files):
     assert run.setting("logging_steps").source == "recipe mine.py"
 
 
-def test_the_function_recipe_of_our_package_builds_training_arguments_from_a_users_recipe_file(files, tmp_path):
+def test_the_function_named_recipe_builds_training_arguments_from_a_users_recipe_file(files, tmp_path):
     files(mine_yaml=MINE)
     args = factory("mine.yaml")(output_dir=str(tmp_path / "out"), seed=3)
     assert (args.learning_rate, args.logging_steps, args.seed) == (2e-5, 20, 3)

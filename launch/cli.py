@@ -118,8 +118,8 @@ def _main(argv: list[str]) -> int:
 
 
 def _forget_launcher(name: str) -> None:
-    """Remove another launcher's variables: they name an engine, and processes to wait for. Raises
-    `UserError` if that launcher started several processes, because each process would train alone.
+    """Delete another launcher's environment variables, which name an engine and ranks to wait for.
+    Raises `UserError` if that launcher started several `recipes train`, `fit` or `rerun`.
     """
     count = os.environ.get("WORLD_SIZE", "")
     if name in ("train", "fit", "rerun") and count not in ("", "1"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def recipe(name: str):
-    """Return a function that builds the TrainingArguments of a shipped or of a user's own recipe.
+    """Return a function that builds the TrainingArguments of a recipe, shipped or the user's own.
 
     Raises `UserError` if there is no such recipe, or if its file has a mistake.
     """

@@ -25,7 +25,7 @@ class RunFlags:
     fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
     fit_only: bool = flag(False, "find the largest micro-batch even if fit.json has one already, and do not train")
     memory_limit: float | None = flag(
-        None, "most GPU memory of a process, in GB (10^9 bytes); without a GPU, most RAM (to within 5 %)"
+        None, "GPU memory that a process may take at most, in GB (10^9 bytes); without a GPU, RAM (accurate to 5 %)"
     )
     measure: str | None = flag(
         None, "add a line to this .jsonl file: the time of each part of a step (for `recipes scale report`)"
@@ -86,4 +86,4 @@ class RunFlags:
         "CUDA: let torch's cache grow and shrink in place (PYTORCH_ALLOC_CONF), so that less memory lies idle",
     )
     use_regional_compilation: bool = flag(False, "with --torch_compile: compile equal layers once, not the whole model")
-    cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels once per input shape")
+    cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels once per input shape, and use the fastest")

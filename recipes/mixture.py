@@ -36,7 +36,7 @@ FIELDS = tuple(entry.name for entry in fields(Part))
 
 
 def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
-    """Return the parts of the data: one for a single source, none for the demonstration."""
+    """Return each source of the data as a `Part`; an empty list if no data set is named."""
     if not dataset_name:
         return []
     entries = [dataset_name] if isinstance(dataset_name, str) else dataset_name
@@ -44,7 +44,7 @@ def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
 
 
 def parts_of_run(run: Mapping[str, Any]) -> list[Part]:
-    """The parts of a run's data. --dataset_columns applies to parts without `columns`."""
+    """Return each source of a run's data. --dataset_columns applies to those without `columns`."""
     named = new_columns(run["dataset_columns"])
     return [part if part.columns else replace(part, columns=named) for part in parts_of(run["dataset_name"])]
 

@@ -62,10 +62,10 @@ _TRAINING = (
 
 
 class Row(NamedTuple):
-    """A setting or another fact about runs, with an entry for each run's record.
+    """A setting or another fact about runs: `entries` holds one dict for each run.
 
-    For a setting, `part` is the source; if sources differ, the one with the highest precedence.
-    For another fact, `part` is a group, such as machine. An entry has value, source and reason.
+    For a setting, the dicts have value, source and reason, and `part` is the source of highest
+    precedence. For another fact, they have value and reason, and `part` is a group like machine.
     """
 
     part: str
@@ -82,8 +82,8 @@ class Row(NamedTuple):
 
 
 def differences(records: Sequence[Json]) -> list[Row]:
-    """Return the differences. Settings come first, and among them the settings that the user typed.
-    Then engine, processes, contents of data and model, files, code, machine, versions, environment.
+    """Return a row per difference between runs: settings first, led by those that the user typed,
+    then engine, processes, contents of data and model, files, code, machine, versions, environment.
 
     Settings in NO_DIFFERENCE are ignored, and so are different paths to the same contents. A fact
     that one record lacks counts only if it is a setting, a package or an environment variable.
@@ -110,7 +110,7 @@ def _derivation(source: str) -> tuple[bool, bool, bool]:
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
-    """Return a run's facts other than settings and results. Only a package version may be None."""
+    """Return facts except settings and results, by (part, name). Version None: not installed."""
     hardware, world = record.get("hardware") or {}, record.get("world_size")
     gpus, code = hardware.get("gpus"), record.get("code") or {}
     nodes = world // (record.get("local_world_size") or world) if world else None
@@ -142,7 +142,7 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def other_training(rows: Sequence[Row]) -> list[str]:
-    """Return the differing settings that change the training, or else the differing contents."""
+    """List the differing settings that change the training; if none do, differing data or model."""
     contents = [f"the contents of the {row.name}" for row in rows if row.part == "contents"]
     return [row.name for row in rows if row.name in _TRAINING] or contents
 
@@ -277,7 +277,7 @@ def _from(row: Row) -> str:
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Return the first reason in `entries`, preceded by its run's name if there are several."""
+    """Return the first reason in `entries`. With several runs, the name of its run precedes it."""
     reasons = [(title, entry.get("reason") or "") for title, entry in zip(titles, entries, strict=True)]
     title, reason = next((pair for pair in reasons if pair[1]), ("", ""))
     return f"{title}: {reason}" if reason and len(reasons) > 1 else reason
@@ -290,7 +290,7 @@ def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = Fals
 
 
 def results(records: list[Json]) -> dict[str, list[float | None]]:
-    """Return losses, metrics, speed and memory of each run, by name, if any run has the value."""
+    """Map each loss, metric, speed and memory that any run has to a list with a value per run."""
     numbers = [_numbers(record) for record in records]
     evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
     metrics = sorted(filter(is_figure, evaluated))

@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Repeat a run, and return the exit code. With --exact, a difference raises `UserError`."""
+    """Repeat a run, return the exit code. --exact raises `UserError` for a difference or resume."""
     record, file = recorded.read(options.folder, "RUN"), recorded.file_of(options.folder).resolve()
     typed = {name: setting.value for name, setting in parse(argv, []).items()}
     if "config" in typed:
@@ -100,7 +100,7 @@ _PLACEMENT = ("config_file num_processes num_machines machine_rank main_process_
 
 
 def _yaml(record: Json, processes: int) -> str:
-    """Return the record's Accelerate YAML; if there is none, a shipped YAML for `processes`."""
+    """Return the recorded Accelerate YAML's path or, without one, the path of a shipped YAML."""
     path = record.get("accelerate_config") or str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
     if not existing_path(path) and shipped(Path(path).name).is_file():  # a shipped YAML of another environment
         return str(shipped(Path(path).name))

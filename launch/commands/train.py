@@ -43,8 +43,8 @@ _FOLDER = "[FOLDER]  output folder of a run, or a folder of runs; {} [outputs]\n
 
 
 def add_parser(commands: Commands) -> None:
-    data = "Tokenize a run's data into a cache, and print its folder. train.py with the same flags and HF_HOME then "
-    data += "starts at once. If `prepare` is killed, repeat it. You can remove the folder when no run needs it."
+    data = "Tokenize a run's data into a cache, and print the cache's folder. train.py with the same flags and HF_HOME "
+    data += "then starts at once. If `prepare` is killed, repeat it. You can remove the folder when no run needs it."
     commands.add_parser("prepare", description=data).takes(prepare, _SHOW)
     description = "Check the run, then train here in this terminal: `accelerate launch` with the recipe's YAML."
     parser = commands.add_parser("train", description=description)
@@ -67,8 +67,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tokenize a run's data, and print each part's folder, examples and tokens. With --show, also
-    print examples as the training sees them. Raises `UserError` if the run or its data is unusable.
+    """Tokenize a run's data, and print each data set's folder, examples and tokens; with --show
+    also examples as the training sees them. Raises `UserError` if the run or its data is unusable.
     """
     StopRequest().listen()
     run = resolve(argv)

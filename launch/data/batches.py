@@ -87,7 +87,7 @@ class Packs(_Made):
 
     @property
     def attended(self) -> float:
-        """The mean, over all tokens, of the length of the example that a token belongs to."""
+        """The mean length of the examples, where an example of n tokens counts n times."""
         lengths = np.minimum(lengths_of(self.examples), self.length).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 
@@ -139,9 +139,9 @@ def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
     """Return an array that is True for each example with something to learn. A micro-batch with
     nothing to learn would have a loss of nan.
 
-    `first_learned` is the column of that name in the tokens. Examples are cut at `max_length`, so a
-    later token counts only if texts are joined. Raises `UserError` if texts are joined and
-    a prompt is not learned, because a row could then hold nothing but a prompt.
+    `first_learned` holds the index of each example's first learned token. Examples are cut at
+    `max_length`, so a later token counts only if texts are joined. Raises `UserError` if texts are
+    joined and a prompt is not learned, because a row could then hold nothing but a prompt.
     """
     if not joins(run):
         return first_learned < run["max_length"]

@@ -43,12 +43,12 @@ class Chat:
 def read_chat(
     row: Mapping[str, Any], column: str, tokenizer, assistant_only: bool, completion_only: bool
 ) -> Chat | None:
-    """Return a row's chat; None if it has no messages, or if `_teaches` rejects all its answers.
+    """Return a row's chat; None without messages, or if each answer is empty or has `weight` 0.
     Raises `UserError` for a chat that cannot be read or rendered.
 
     `column` names the column of a whole chat, or is "completion", which continues the messages in
-    "prompt". The model reads but does not learn: messages that `_teaches` rejects, the prompt if
-    `completion_only` is set, and words of roles other than assistant if `assistant_only` is set.
+    "prompt". The model reads but does not learn: empty answers, messages of `weight` 0, the prompt
+    if `completion_only`, and the words of roles other than assistant if `assistant_only` is set.
     """
     said = _messages_of(row[column], tokenizer)
     answers = [message for message in said if message["role"] == "assistant"]
@@ -252,7 +252,7 @@ class _Template:
 
     def _end(self, number: int) -> int:
         """Return the index after an answer, for a template that writes the last answer differently
-        from earlier ones (Qwen 3's). A mark in place of the content finds the text that follows it.
+        from earlier ones (Qwen 3's). A mark, rendered as the content, shows the text that follows.
         A chat that ends with this answer shows how the template ends an answer (<|im_end|>).
         """
         chat = [*self.chat[:number], {**self.chat[number], "content": "\0"}]

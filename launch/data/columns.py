@@ -38,7 +38,7 @@ def formats(run: Settings, columns: Collection[str]) -> list[Format]:
 
 
 def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
-    """Map old column names to new names. A column is left out if another column gets the name."""
+    """Map old column names to new names. Leave out a column if another is renamed to its name."""
     new = part.columns
     return {name: new.get(name, name) for name in names if name in new or name not in new.values()}
 

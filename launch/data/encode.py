@@ -37,7 +37,7 @@ class Text:
 def encode_rows(
     rows: pyarrow.Table, features: Features, run: Settings, tokenizer, embeddings: int, first: int | None = None
 ) -> list[Tokens]:
-    """Return the tokens and labels of each row; empty lists for a row that `_read` leaves out.
+    """Return the tokens and labels of each row; empty lists where text or answer is missing.
 
     If `first`, the index of the first row in its split, is given, a `UserError` names the bad row.
     `embeddings` is the number of the model's embeddings, perhaps fewer than the tokenizer's tokens.
@@ -164,7 +164,7 @@ def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Token
 
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
-    """Return the row's own token ids and labels, without the tokens of attention mask 0."""
+    """Return the row's own token ids and labels, without tokens whose attention_mask is 0."""
     ids, labels = row["input_ids"], row["labels"] if "labels" in row else row["input_ids"]
     mask = row.get("attention_mask") or [1] * len(ids if isinstance(ids, list) else ())
     if not all(isinstance(one, list) for one in (ids, labels, mask)) or len(mask) != len(ids):

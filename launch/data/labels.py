@@ -23,8 +23,8 @@ _NUMBERS = (int, float, Decimal)  # a Parquet file from a database holds decimal
 class Target:
     """The target of a classifier. `problem_type` is transformers' name for the kind of target.
 
-    `names` are the names of the model's outputs, in the model's order. `numbers` maps a label of
-    the data to the index of its class; empty for regression, and for lists of a 0 or 1 per class.
+    `names` are the names of the model's outputs, in the model's order. `numbers` maps each label to
+    the index of its class. It is empty for regression, and for labels such as [0, 1, 1].
     """
 
     problem_type: str

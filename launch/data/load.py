@@ -82,7 +82,7 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
         evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)
         text += f"\nevaluation: {words}"
     elif run["eval_strategy"] != "no":
-        raise UserError(nothing_to_evaluate_on("the parts have only other splits", streams))
+        raise UserError(nothing_to_evaluate_on("the data sets have only other splits", streams))
     # Padding is masked, so any token works. XLNet classifies by the last token (transformers#1882).
     is_xlnet = (run.model or {}).get("model_type") == "xlnet"
     collator = Stack() if run["packing"] else Pad(tokenizer.pad_token_id or 0, run["max_length"], left=is_xlnet)
@@ -132,8 +132,8 @@ def _rows(
 
 
 def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
-    """Yield the first examples as text, learned tokens between « and », or as `text -> label`.
-    Packed examples are yielded one by one.
+    """Yield the first examples as text with « and » around learned tokens or, for a classifier, as
+    `text -> label`. Packed examples are yielded one by one.
     """
     rows = data.train
     if isinstance(rows, Stream):
@@ -156,8 +156,8 @@ def shown_examples(data: Data, tokenizer, count: int) -> Iterator[str]:
 def recorded(data: Data, tokenizer) -> dict[str, Any]:
     """Return the fields of run.json that describe the data: `classes`, or else `chats`.
 
-    Texts count as chats if one of the first holds the words with which the chat template opens a
-    user's message: people also render chats themselves.
+    Texts count as chats if one of the first texts holds the words with which the chat template
+    opens a user's message, because people also render chats themselves.
     """
     if data.labels:
         return {"classes": data.labels}

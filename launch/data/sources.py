@@ -50,7 +50,7 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
 
 
 def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Return the rows to read of each split (inf: all). A missing split raises `UserError`."""
+    """Map each split to how many rows to read (inf: all). A missing split raises `UserError`."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
         for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # even 1 % of so many exceeds 10**9: read all
@@ -71,7 +71,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """Resolve `train[:95%]` by the number of rows per split. A missing split raises `UserError`."""
+    """Return the row ranges of `train[:95%]`, given each split's `rows`, or raise `UserError`."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):
@@ -107,7 +107,7 @@ def newest_commit(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Source:
-    """A split of a part of the data, read as Arrow tables on demand. `features` are the renamed
+    """A split of one data set (`part`), read as Arrow tables on demand. `features` are the renamed
     columns and their types in the first rows. Later rows must fit these types.
     """
 
@@ -116,8 +116,8 @@ class Source:
     features: Features
 
     def tables(self, size: int, place: Json | None = None) -> Iterator[tuple[pyarrow.Table, Json]]:
-        """Yield tables of `size` rows from `place` on, each with the place where it ends. Raises
-        `UserError` for malformed rows, and `StreamBroke` if the disk or the network fails.
+        """Yield tables of `size` rows from `place` on, each with the place at which the table ends.
+        Raises `UserError` for malformed rows, and `StreamBroke` if the disk or the network fails.
         """
         if place is not None:
             self.rows.load_state_dict(place)
@@ -155,7 +155,7 @@ def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) 
 
 
 def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
-    """Open the splits of a part, each as a `Dataset` or as an `IterableDataset`."""
+    """Open the splits of a part of the data, each as a `Dataset` or as an `IterableDataset`."""
     name, config = part.name, part.config or run["dataset_config"]
     if not name:
         texts = demo_corpus()

@@ -4,14 +4,14 @@ The library `datasets` reads the rows and tracks the position in each shard. Thr
 `datasets` failed when we tried them, and are replaced here:
 - Its shuffle buffer is empty after a resume: 25 of 50 waiting rows were lost. Here a window of
   examples is packed as one small data set, and shuffled independently of earlier windows.
-- `repeat` keeps one order in all epochs of a part, and `set_epoch` affects all workers of a process
-  at once. Here each worker begins each epoch on its own, in a new order.
+- `repeat` keeps one order in all epochs, and `set_epoch` affects all workers of a process at once.
+  Here each worker begins each epoch on its own, in a new order.
 - `interleave_datasets` mixes rows before they are tokenized and gives each row the columns of all
-  parts, which hides each row's format. Here a window mixes the tokens of all parts by weight.
+  data sets, which hides each row's format. Here a window mixes tokens of all data sets by weight.
 
-In a mixture, a part that ends begins its next epoch in the same window, so that the shares match
-the weights even if a part is small. With a single part, no window spans two epochs, so that each
-row comes once before any row comes again.
+A mixture's data sets are its parts. A part that ends begins its next epoch in the same window, so
+that the shares match the weights even if a part is small. Without a mixture, no window spans two
+epochs, so that each row comes once before any row comes again.
 """
 
 import functools
@@ -41,8 +41,8 @@ SHARDS = 1024  # of data on the disk: enough for any number of readers to get ne
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """An endless stream of examples, in windows of at most WINDOW. Each example carries a dict, the
-    place to resume after it: the window's number (`window`), the count of the window's examples so
+    """An endless stream of examples, in windows of at most WINDOW. Each example carries a dict, its
+    place, for a resume: the number of its window (`window`), the count of this window's examples so
     far (`taken`), and the window's start in each part (`parts`). A start has an epoch (`round`), a
     state of `datasets` (`rows`), and the number of examples to skip after this state (`used`).
 
@@ -119,7 +119,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Yield each window's start and examples in part `number`, from window `first` on."""
+        """For part `number`, yield the start and the examples of each window from `first` on."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -135,7 +135,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield start, pa.concat_tables(taken)
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Yield tables of part `number` without end, from `at` on, each with its starting place."""
+        """Yield tables of part `number` endlessly, from place `at` on, each with its start."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
         with naming(encode.source.part.name if self.parts[1:] else ""):
@@ -171,7 +171,7 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     shards, its index among the readers that take turns in them, and the number of these readers.
 
     Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
-    rows have an epoch number of their own, because a process's workers share that of `rows`.
+    rows have their own epoch number, because all workers of a process share `rows` and its number.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
@@ -179,7 +179,7 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
 
 
 def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
-    """Open a part as a stream to train on. The part's evaluation data is tokenized once and cached.
+    """Open a part of the data as a stream to train on. Its evaluation split is cached as tokens.
     Raises `UserError` if a split is missing, or if the first rows cannot be read or encoded.
     """
     commit = sources.newest_commit(part.name)

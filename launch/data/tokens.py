@@ -61,7 +61,7 @@ TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("b
 
 
 def token_table(rows: Sequence[Tokens]) -> pa.Table:
-    """Return encoded rows as the table that the cache holds."""
+    """Return encoded rows as an Arrow table with the columns that the cache stores."""
     ids = pa.array([own for own, _ in rows], pa.list_(pa.int32()))
     offsets = ids.offsets.to_numpy()
     starts, ends = offsets[:-1], offsets[1:]
@@ -115,7 +115,7 @@ class Encoder:
     embeddings: int  # number of the tokenizer's tokens that have an embedding in the model
 
     def __call__(self, rows: pa.Table, first: int | None = None) -> pa.Table:
-        """Return the tokens of each row. `first` is the index of the first row, None if not known.
+        """Return a table of the rows' tokens. `first` is the first row's index, None if unknown.
         Raises `UserError` for a malformed row.
         """
         tokens: list[Tokens] = []
@@ -148,8 +148,8 @@ def _known(run: RunSpec, tokenizer) -> int:
 
 
 def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> Generator[tuple[pa.Table, Json]]:
-    """Yield the tokens of a source after `place`, table by table, each with the place after the
-    table. `first` is the index, in the whole split, of the first row to yield.
+    """Yield the tokens of a source in tables, each with the place where the table ends. Begin at
+    `place`. `first` is the index, in the whole split, of the first row to yield.
 
     From the second table on, `workers` threads of the tokenizer do the work: processes took 50 %
     more memory. Elsewhere `quiet_libraries` turns the threads off (not with --verbose), because
@@ -181,7 +181,7 @@ class Tokenized:
 
 
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
-    """Return the tokens of a part: from the cache, or made now by one process of each node.
+    """Return the tokens of a part of the data, from the cache or made now by a process per node.
 
     The other processes wait without a deadline. If the first process fails, each other process
     resumes after the last complete file, and meets the same error: a `UserError` for bad data.
@@ -255,7 +255,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
 
 
 def _contents(tokenizer) -> list:
-    """Return a tokenizer's class, config and hashes of other files, which decide the tokens."""
+    """Return all that decides the tokens: a tokenizer's class, config and hashes of other files."""
     if tokenizer.is_fast:  # saved files would hold the options of the last call: drop them
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()

@@ -67,8 +67,8 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def request_for(machine: hardware.Hardware, environment: Mapping[str, str], options: argparse.Namespace) -> Request:
-    """Return the request for this machine. Missing flags get values from the environment or GPUs.
-    Raises `UserError` for an illegal number in a flag or variable, or without node 0's address.
+    """Return the doctor's `Request`. Missing flags get values from environment variables or GPUs.
+    Raises `UserError` for an illegal number, or for several nodes without the address of node 0.
     """
     from launch.doctor.machine import Request
 
@@ -92,7 +92,7 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
 
 
 def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
-    """Return the first set variable's number, or `default`. Raises `UserError` for other text."""
+    """Read the first variable that is set, else `default`. Raises `UserError` if not a number."""
     name = next((name for name in names if environment.get(name)), "")
     if name and not environment[name].isdigit():
         what = f"{environment[name]!r} is not a whole number"

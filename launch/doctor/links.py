@@ -72,7 +72,7 @@ class Rank:
         return taken
 
     def of_all(self, own: Any) -> list[Any]:
-        """Return the value `own` of every rank, in the order of ranks."""
+        """Send this rank's value `own` to all ranks. Return the values of all, in rank order."""
         found = [own] * self.size
         if self.size > 1:
             dist.all_gather_object(found, own)
@@ -174,7 +174,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
 
 
 def _link(rank: Rank) -> tuple[str, float | None]:
-    """Return the ranks' link, and its usual speed in bytes/s (InfiniBand: nominal), if known."""
+    """Return link name and usual speed in bytes/s (InfiniBand: nominal speed); None if unknown."""
     if rank.size > rank.local_size:
         rates = [file.read_text().split()[0] for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
         if rank.cuda and rates:  # "200 Gb/sec (4X HDR)"

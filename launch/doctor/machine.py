@@ -147,7 +147,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 @cache
 def smi_rows(query: str) -> list[list[str]]:
-    """Return the rows of a query, also for GPUs that CUDA_VISIBLE_DEVICES hides."""
+    """Return nvidia-smi's rows for a query, even for GPUs that CUDA_VISIBLE_DEVICES hides."""
     lines = [line for line in nvidia_smi(query, _CSV).splitlines() if not line.startswith("WARNING")]
     return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
 

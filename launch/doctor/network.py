@@ -114,7 +114,7 @@ def _listening(address: str) -> Iterator[list[int]]:
 
 
 def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
-    """Return the finding and fix if ports or large packets do not reach an address, else None."""
+    """Return finding and fix if ports do not answer or large packets get lost, else None."""
     with ThreadPoolExecutor(len(ports)) as pool:
         silent = list(filter(None, pool.map(lambda port: not _answers(address, port) and port, ports)))
     if silent:
@@ -131,7 +131,7 @@ def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | 
 
 
 def _answers(address: str, port: int, content: bytes = b"") -> bool:
-    """True if the port accepts a connection and, with `content`, confirms that all has arrived."""
+    """True if the port accepts a connection and, if `content` is given, confirms its arrival."""
     try:
         with socket.create_connection((address, port), _SECONDS) as sender:
             sender.sendall(content)
@@ -188,9 +188,9 @@ class Meeting:
             raise OSError(errno.EADDRNOTAVAIL, "an address of another machine")
 
     def hear(self, node: int, turn: int, own: Json, seconds: float | None = None) -> list[Json | None]:
-        """On node 0, add the message of a node to a round. Return all messages when the round ends.
+        """On node 0, store a node's message `own`. Return all messages when exchange `turn` ends.
 
-        Only node 0 itself passes `seconds`, after which the round ends without the late messages.
+        Only node 0 itself passes `seconds`, after which the exchange ends without late messages.
         """
         with self.changed:
             said = self.heard.setdefault(turn, [None] * self.request.nodes)
@@ -236,9 +236,9 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
 
 
 def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
-    """Return the reason that nodes cannot meet, and the fix; None if all meet. Raises `OSError` if
-    node 0 is unreachable or cannot listen. Each node tries its link to the next node, unless a
-    check was `fatal` on one of the nodes.
+    """Return the finding (a node is absent, failed a check, has a bad link) and the fix, or None.
+    Raises `OSError` if node 0 is unreachable or cannot listen. Each node tries its link to the next
+    node, unless a check was `fatal` on one of the nodes.
     """
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
     socket.getaddrinfo(request.address, None, family=socket.AF_INET)

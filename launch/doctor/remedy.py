@@ -28,7 +28,7 @@ _EFFECTS = {
     "NCCL_SHM_DISABLE": "turns off shared memory: ranks use the network if they cannot reach each other's GPUs",
     "NCCL_NVLS_ENABLE": "turns off sums inside NVSwitch: all-reduce on one node of H100s or newer is slower",
 }
-_INTERFACE = "uses no other network: this costs nothing if this one is the node's fastest"
+_INTERFACE = "uses only this network interface, which costs nothing if it is the node's fastest"
 
 
 def switch_sets(request: Request) -> list[Switches]:
@@ -92,7 +92,7 @@ class _Attempts:
         return worst if node == this else replace(worst, what=f"on node {node}: {worst.what}")
 
     def run(self, words: str, chosen: Switches = ()) -> StageFailure | None:
-        """Print `words`, make a probe run with the `chosen` switches, and return its failure."""
+        """Print `words`, probe with the switches `chosen`, return the worst failure on any node."""
         print(f"   {words}", file=sys.stderr, flush=True)
         return self.worst(probe_run(self.meeting.request, self.stages, self.meeting.port, chosen)[1])
 

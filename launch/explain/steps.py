@@ -112,9 +112,9 @@ def examples(step: int, rank: int, setup: Setup) -> torch.Tensor:
 
 
 def measure(topic: str, setup: Setup, rank: int) -> Json:
-    """Measure each variant's peak memory in one step. Then time steps of all variants in turn.
+    """Measure each variant's peak memory in one step, and then step times of all variants in turn.
 
-    Each row has: `seconds`, the median of an optimizer step, and `off`, its relative error;
+    Each of `rows` has: `seconds`, the median of an optimizer step, and `off`, its relative error;
     `peak_bytes`; `synchronisations` and `sent_bytes` (given to the all-reduce) per step;
     `gradient`, the norm of the optimizer's first gradient, as if `gradients_of` were 0;
     `difference`, this gradient's relative distance from the first row's; `lost`, the share of the

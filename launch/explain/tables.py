@@ -56,7 +56,7 @@ class Topic:
 
 _NOTES = (
     "memory: peak bytes of live tensors in a step: weights, gradients, DDP's buckets and activations",
-    "speed: from the median step time, ± the error of so few steps; the variants take turns, step by step",
+    "speed: from the median step time, ± its estimated error; the variants take turns, step by step",
     "syncs and sent: synchronisations and bytes per step and rank, counted by a DDP communication hook",
     "loss: on the first step's examples after {STEPS} steps of SGD; it was {loss_before:.2f} before",
     "gradient: norm in the first step, as SGD gets it, relative to row 1; off: |g - g of row 1| / |g of row 1|",

@@ -62,8 +62,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
 
 
 def _start(run: RunSpec) -> Json:
-    """Return a valid fit.json as `kept`. Without one, return a search's inputs: `limit` (bytes per
-    process), `guess` (the first micro-batch), `port`. Raises `UserError` for a read-only folder.
+    """Return a dict: a valid fit.json as `kept`, or else the inputs of a search: `limit` (bytes per
+    process), `guess` (first micro-batch), `port`. Raises `UserError` for a read-only folder.
     """
     folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):
@@ -92,7 +92,7 @@ def _guess(run: RunSpec, limit: int) -> int:
 
 
 def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
-    """Try the guess, then larger sizes while they fit, or smaller ones. Return fit.json's data."""
+    """Try the guess; if it fits, larger micro-batches, else smaller. Return fit.json's data."""
     _tokenize(run)
     share, limit, guess = run.batch.micro * run.batch.accumulation, start["limit"], start["guess"]
     sizes = [size for size in range(1, share + 1) if share % size == 0]

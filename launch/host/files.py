@@ -57,7 +57,7 @@ def require_writable(folder: Path, size: int = 1) -> None:
 
 @contextlib.contextmanager
 def writing(place: object, flag: str = "output_dir", fix: str = "choose a writable folder") -> Iterator[None]:
-    """Turn an `OSError` in this block, which writes to `place`, into a `UserError`."""
+    """Turn an `OSError` in this block into a `UserError`: `place` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -110,10 +110,10 @@ _REMEDIES = {
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> tuple[str, str] | None:
-    """Return what the system refused and the start of the fix; None if the error has another cause.
-
-    The text of an error may hide a full disk: torch only reports that its stream has failed. So any
-    error is a storage failure if no file can now be written into `folder`, to which the run wrote.
+    """Return two texts: what the system refused, and how the fix begins, such as "Make room". None
+    if the error has another cause. The text of an error may hide a full disk: torch only reports
+    that its stream has failed. So any error is a storage failure if no file can now be written into
+    `folder`, to which the run wrote.
     """
     cause: BaseException | None = error
     while cause is not None:  # the system's own error is often the cause of a library's error

@@ -34,7 +34,7 @@ _SHORTEST = 8  # a shorter value is no key, and would be hidden wherever a text 
 
 
 def in_environment() -> set[str]:
-    """Return the values, if not very short, of environment variables named like API_KEY."""
+    """Return the values of environment variables named like API_KEY, except very short values."""
     named = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return {value for value in named if len(value.strip()) >= _SHORTEST}
 
@@ -68,7 +68,7 @@ def refuse_tokens(run: RunSpec) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return a job's text. Raises `UserError` if a part of the text looks like a secret."""
+    """Return a job's text unchanged. Raises `UserError` if a part of it looks like a secret."""
     if found := SECRET.search(text):
         raise _refused(f"{found.group()[:6]}...")
     return text

@@ -73,7 +73,7 @@ class World:
             self.gather(None, timeout)
 
     def decide(self, decision: Callable[[], T]) -> T:
-        """Call `decision` on rank 0. Every rank returns the result, or raises the `UserError`.
+        """Call `decision` on rank 0. All ranks return its result, or raise its `UserError`.
 
         After any other error on rank 0, the other ranks raise a `Failure` instead of waiting.
         """
@@ -92,10 +92,10 @@ class World:
         return result
 
     def gather(self, own: T, timeout: float = math.inf) -> list[T]:
-        """Return each rank's `own`, in the order of ranks, once all ranks have called.
+        """Exchange a value (`own`) between all ranks. Return the list of values in rank order.
 
-        Before the process group exists, raises `Failure` if a rank neither calls nor sends a
-        heartbeat for `timeout` seconds.
+        Waits until every rank has called. Before the process group exists, raises `Failure` if a
+        rank neither calls nor sends a heartbeat for `timeout` seconds.
         """
         if self.size == 1:
             return [own]
@@ -293,8 +293,8 @@ def process_group(run: RunSpec, world: World) -> Iterator[TrainingArguments]:
     """Join the process group for the block, by building the run's TrainingArguments. Yields them.
 
     Raises `Failure` if a rank does not join or answer within `ddp_timeout` seconds. Raises
-    `UserError` if TrainingArguments refuse a value, or if the ranks' micro-batches differ, as each
-    node may have a fit.json for its own devices.
+    `UserError` if TrainingArguments refuse a value, or if the micro-batches of the ranks differ,
+    for example because each node has another fit.json, the file of `recipes fit`.
     """
     import torch
 

@@ -86,7 +86,7 @@ class Azure(Target):
     output_uri: str | None = flag(
         None,
         "datastore path for checkpoints; a job with the same path resumes [accelerate-recipes/LOGIN/NAME on "
-        "workspaceblobstore; LOGIN: yours here; NAME: --output_dir or --job_name, else the recipe with a hash of "
+        "workspaceblobstore; LOGIN: your login; NAME: --output_dir or --job_name, else the recipe with a hash of "
         "the flags, --data and your own YAML]",
     )
     environment: str | None = flag(None, "name of an environment to use instead of azureml/environment")
@@ -249,7 +249,7 @@ class Azure(Target):
 
     @classmethod
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
-        """Print a job's log. Of a live job, stream it if `following`, else raise `UserError`."""
+        """Print an ended job's log; stream a live job's if `following`, else raise `UserError`."""
         name, state = submission.job, cls.state(submission)
         if not cls.is_over(state) and not following:
             raise mistake("logs", f"the job is still {state}", f"recipes logs -f {folder}, or open {submission.log}")
@@ -402,7 +402,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
 
 
 def training_in(content: Json) -> Training | None:
-    """Return the training in a job's command, with inputs filled in; None without a training."""
+    """Return the training that a job's command starts, with the values of its inputs, or None."""
     inputs, outputs = mapping(content.get("inputs")), mapping(content.get("outputs"))
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():

@@ -176,7 +176,7 @@ class Target:
     ASK_EVERY: ClassVar[float] = 0.2  # seconds between two requests for a job's state
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Describe `nodes` nodes of `processes` processes, by default one process per known GPU."""
+        """Return the job's nodes, each with `processes` ranks, by default one per known GPU."""
         raise NotImplementedError
 
     def render(self, job: Job) -> str:

@@ -201,8 +201,8 @@ class Slurm(Target):
         )
 
     def _launcher(self, job: Job) -> str:
-        """Return the command of each node. The command calls our launcher, because accelerate's own
-        dies of SIGUSR1 (of SIGTERM too with one process), and Slurm then kills ranks before a save.
+        """Return the command of each node. It calls our launcher, because Accelerate's own dies of
+        SIGUSR1 (of SIGTERM too with one process), and Slurm then kills ranks before a save.
         """
         launcher, meeting = quoted(launch_words(job, self.python)), []
         if job.nodes > 1:
@@ -214,7 +214,7 @@ class Slurm(Target):
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
-        """Return bash that sets `container` (starts the container) and `home` (runs first inside).
+        """Return bash that sets 2 commands: `container` starts the image, `home` runs inside first.
 
         apptainer (or singularity, with the same options) runs FILE.sif; pyxis, a plugin of srun,
         runs any other image. Both programs accept folders as SRC:DST,SRC:DST. The container uses

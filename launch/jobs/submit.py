@@ -156,7 +156,7 @@ def from_site(site: Mapping[str, Any]) -> str:
 
 
 def submitted(folder: Path) -> Submission | None:
-    """Return the folder's last submission; None if its record is damaged or names no target."""
+    """Return the last submission; None if its record is missing, damaged or names no target."""
     submission = noted(folder)
     return submission if submission and submission.target in TARGETS else None
 
@@ -179,7 +179,7 @@ def newest(folder: Path) -> tuple[Path, Submission]:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the runs in `folder`, newest first. Raises `UserError` if there is no run."""
+    """Return the run folders in `folder`, newest first. Raises `UserError` if there are none."""
     runs = [run for run in (folder, *folder.glob("*")) if (run / NAME).is_file() or (run / record.NAME).is_file()]
     if not runs:
         raise mistake("FOLDER", f"no run was submitted or started in {folder}", "give the --output_dir of a run")

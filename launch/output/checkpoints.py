@@ -133,7 +133,7 @@ def flush_files(files: Collection[Path]) -> None:
 
 
 def described(folder: Path, names: Collection[str]) -> Json:
-    """Return the size and checksum of each file."""
+    """Map the name of each file to the file's size and checksum."""
     return dict(zip(sorted(names), _in_parallel(lambda name: _described(folder / name), sorted(names)), strict=True))
 
 
@@ -204,7 +204,7 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 
 
 def inspect(path: Path, run: Json | None = None) -> Checkpoint:
-    """Return a folder's checkpoint and its faults, for example that another run wrote it."""
+    """Return a folder as a `Checkpoint` with its faults; a checkpoint of another run is faulty."""
     if is_foreign(path, run):
         return Checkpoint(path, _step(path), ("it belongs to another run",))
     try:
@@ -217,7 +217,7 @@ def inspect(path: Path, run: Json | None = None) -> Checkpoint:
 
 
 def _faults(path: Path, names: list[str]) -> list[str]:
-    """List missing, changed or broken parts, a line each. With a manifest, check every byte."""
+    """Return a line per fault, such as a missing file. With a manifest, every byte is checked."""
     if not (path / MANIFEST).exists():
         if (path / _TRAINERS_MARKER).exists():
             return ["its save was not completed"]

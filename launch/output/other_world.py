@@ -47,7 +47,7 @@ def stream_file(rank: int | str) -> str:
 
 def readers_of(checkpoint: Path) -> tuple[int, int] | None:
     """Return the number of processes that wrote a streaming run's checkpoint, and the number of
-    data workers in each process. None if the run did not stream, or if `writers` returns None.
+    data workers in each process. None if the run did not stream, or if the first number is unknown.
     """
     file = next(checkpoint.glob(stream_file("*")), None)
     before = writers(checkpoint)

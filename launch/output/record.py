@@ -133,8 +133,8 @@ class Earlier:
     """The run that the folder already holds, if any.
 
     `checkpoint` is the checkpoint to resume from. `finished` is True if nothing is left to train.
-    `notes` are lines to print. `kept` holds the fields that the new record copies from the old one.
-    `identity` is the identity of the resumed run or, without a checkpoint, a new identity.
+    `notes` are lines to print. `kept` holds the fields that the new record copies from the old
+    record. `identity` identifies the folder's run if this run continues it, or else a new run.
     """
 
     checkpoint: Path | None = None
@@ -145,7 +145,7 @@ class Earlier:
     identity: Json = field(default_factory=new_run)
 
     def as_it_trains(self, run: RunSpec) -> RunSpec:
-        """Return the run with the old values that a resume keeps, not the new values."""
+        """Return the run as a resume trains it: some settings keep the value of the checkpoint."""
         kept = self.kept.get("settings", {}).items()
         return replace(run, given={**run.given, **{name: Setting(one["value"], "checkpoint") for name, one in kept}})
 
@@ -172,7 +172,7 @@ def intact(file: Path) -> Json:
 
 
 def sealed(content: Json) -> Json:
-    """Return the content with a checksum of all its other fields."""
+    """Return the content with a field `checksum`, which covers all other fields."""
     content = {name: value for name, value in content.items() if name != "checksum"}
     return {**content, "checksum": _checksum_of(content)}
 

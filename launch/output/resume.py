@@ -133,10 +133,10 @@ def look_ahead(run: RunSpec) -> Earlier | None:
 
 
 def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
-    """Return where to resume in the locked folder. `data_commit` is the commit of Hub data.
+    """Find the earlier run in the locked folder, and the checkpoint to resume from, if any.
 
     Renames damaged checkpoints, deletes incomplete ones. Raises `UserError` if this run can neither
-    begin nor continue in the folder.
+    begin nor continue in the folder. `data_commit` is the commit of Hub data.
     """
     old, named = record.read_intact(run["output_dir"]), _named(run)
     if finished := _finished(run, old):
@@ -226,7 +226,7 @@ def _from(
     notes = [*notes, *checkpoint.notes]
     # Only streams and Hub data can differ here, and no flag sets an older commit.
     if fingerprints.differ(old.get("data"), record.material(run, data_commit)["data"]):
-        rows = ": the stream continues after as many rows, or in its next epoch if the number of shards has changed"
+        rows = ": the stream skips as many rows as were trained on, or begins its next epoch if the shard count changed"
         notes.append(f"the data has changed since the checkpoint{rows if run['dataset_streaming'] else ''}")
     if note := other_world.note(checkpoint.path, run.world_size, run["dataloader_num_workers"]):
         notes.append(note)
@@ -267,7 +267,7 @@ def _require_no_foreign_model(run: RunSpec, old: Json) -> None:
     is_known = _holds_a_run(folder) if run["fresh"] else old or any((path / MANIFEST).exists() for path in saved)
     if not is_known and (is_its_model or saved or any(folder.glob("*.safetensors"))):
         what = f"{run['output_dir']} holds a model that was not trained here, or whose {record.NAME} is damaged"
-        go_on = f", with --resume_from_checkpoint {saved[0]} to go on from there" if saved else ""
+        go_on = f", with --resume_from_checkpoint {saved[0]} to continue from there" if saved else ""
         raise _refused(run, f"{what}: the run would overwrite the model", f"use another --output_dir{go_on}")
 
 

@@ -18,7 +18,7 @@ KEPT_HERE = (NAME, LOCAL_LOG, FIT)
 
 @dataclass(frozen=True)
 class Submission:
-    """A submitted job. `job` is the id or name that `target` gave to it, `log` a path or a URL."""
+    """A job at `target` (slurm, azureml, local): its id or name there, its log's path or URL."""
 
     target: str
     title: str

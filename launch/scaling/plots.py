@@ -111,7 +111,7 @@ def _legend(figure: Figure) -> None:
 
 
 def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread | None]) -> None:
-    """Draw medians with their quartiles, and a cross on each size with negative scaling."""
+    """Draw medians with their quartiles, and a cross on each world size with negative scaling."""
     for line in lines:
         found = [(size, spread) for size in line.sizes if (spread := of_size(size))]
         worlds = [size.num_processes for size, _ in found]

@@ -195,7 +195,7 @@ def _wrapped(line: str) -> str:
 
 
 def tables(found: Findings) -> dict[str, DataFrame]:
-    """Return tables with values, by caption. Cells are text; units are in headings or captions."""
+    """Return non-empty tables, by caption. Cells are text; units are in headings or captions."""
     every: dict[str, DataFrame] = {}
     for series in found.series:
         every |= {
@@ -207,7 +207,7 @@ def tables(found: Findings) -> dict[str, DataFrame]:
 
 
 def results(series: Series) -> DataFrame:
-    """Return a table with a row for each world size; empty columns are left out."""
+    """Return the table of times, speeds and efficiency: a row per world size, no empty columns."""
     sizes = series.sizes
     timed = sizes[0].typical.timed or "epoch"  # what epoch_time covers
     rates = [size.samples_per_second.median if size.samples_per_second else None for size in sizes]

@@ -216,7 +216,7 @@ def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, repeat
 
 
 def _run(text: str, log: IO[bytes]) -> int:
-    """Run a job's script, return its exit code. On an interrupt, end the training, then raise."""
+    """Run a job's script, return its exit code. On an interrupt, end the training and re-raise."""
     process = processes.start(["bash", "-c", text, "recipes"], log)
     try:
         return process.wait()
@@ -255,8 +255,8 @@ def _before_and_after(size: Size, advice: Advice) -> list[Point]:
 
 
 def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, Size]:
-    """Return the matching series and number of processes: strong scaling first, then the largest
-    number. Raises `UserError` if nothing matches the flags.
+    """Return the series and the world size that match the flags. Of several matches, prefer strong
+    scaling, then the largest world size. Raises `UserError` if nothing matches the flags.
     """
     found = [
         (series, size)

@@ -1,4 +1,4 @@
-"""Count the last examples of an epoch and the tokens of a batch; resume a stream at its place."""
+"""Count the last examples of an epoch and the tokens of a batch; resume a stream of data."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Places:
         return replace(self, round=1 + max(rounds, default=0))
 
     def advance(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Move the place from a batch to `of`. Raises `StreamBroke` if a worker sent an error."""
+        """Move a batch's place into `self.of`. Raises `StreamBroke` if a worker sent an error."""
         place = batch.pop(PLACE)
         if isinstance(place, Exception):
             raise StreamBroke(str(place).rstrip("."))  # also for a UserError, which only one rank may meet
@@ -107,7 +107,7 @@ class Places:
     def loader(
         self, stream: Stream, collate: Callable[[list[Example]], dict[str, Any]], reader: int, args: TrainingArguments
     ) -> DataLoader:
-        """Return the loader of the ranks in group `reader`, which all get the same examples."""
+        """Return the loader of group number `reader`, whose ranks all get the same examples."""
         loader = DataLoader(
             replace(stream, rank=reader, ranks=self.ranks, places=self.of, turn=self.turn, first_round=self.round),
             batch_size=args.train_batch_size,

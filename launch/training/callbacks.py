@@ -250,7 +250,7 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """Return the name of the part that follows a step. The part "end" is not reported."""
+    """Return the part that the work after a step counts as. The part "end" is not reported."""
     if state.global_step >= state.max_steps:
         return "end"
     if control.should_save or control.should_evaluate:

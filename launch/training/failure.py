@@ -127,9 +127,9 @@ def _lost_a_rank(error: BaseException) -> bool:
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. Each rank prints its own `RankHangs`, `OutOfMemory`
     or `StreamBroke`. Rank 0 alone prints a stop or another `Failure`. The first rank of each node
-    prints any other error, except a lost connection. In all remaining cases, a rank prints its
-    error only if no other rank does so for this rank (`is_spoken_for`): the rank that failed first
-    or, for an error that all ranks meet (`met_by_all`), the first rank of each node.
+    prints any other error, except a lost connection. In all remaining cases, a rank stays silent
+    (`is_spoken_for`) if another rank failed earlier, because that rank prints the cause, or if all
+    ranks meet the same error (`met_by_all`), which the first rank of each node prints.
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True
@@ -175,7 +175,7 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
 
 
 def _is_first(run: RunSpec) -> bool:
-    """Create out_of_memory.json. True if this rank is the first, or if nothing can be written."""
+    """Create out_of_memory.json. True if no other rank did before, or if nothing can be written."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except OSError as error:  # if the disk is full too, better reported twice than never

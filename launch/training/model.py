@@ -156,7 +156,7 @@ def _refuses_flex(cls: type | None, config: Json) -> str:
 
 
 def described(config: PreTrainedConfig) -> Json:
-    """Return the configuration as a dict. GPT-2's `n_embd` is also there as `hidden_size`, etc."""
+    """Return the configuration as a dict. GPT-2's `n_embd` is in it as `hidden_size` too, etc."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
     content, text = {**config.to_dict(), **shared}, config
     with contextlib.suppress(ValueError):  # MusicGen has two text configurations

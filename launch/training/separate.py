@@ -96,7 +96,7 @@ def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
 
 
 def _narrowed(value: Any, by: int, name: str = "") -> Any:
-    """Divide the widths in a configuration, or in its value `name`; keep few tokens and experts."""
+    """Narrow a configuration, or its field `name`: divide widths, keep few tokens and experts."""
     if isinstance(value, PreTrainedConfig):
         for field, part in vars(value).items():
             setattr(value, field, _narrowed(part, by, field))

@@ -123,7 +123,7 @@ def _command(run: RunSpec) -> str:
 
 
 def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]]]:
-    """Time the first timed step again with and without gradient collectives, by `_compared`."""
+    """Repeat the first timed step with and without gradient collectives, timed by `_compared`."""
     timing, wrapped = trainer.timing, trainer.model_wrapped
     bare, state = getattr(wrapped, "module", wrapped), trainer.accelerator.gradient_state
     batches, items = timing.first_batches

@@ -39,7 +39,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     **dict.fromkeys("lora use_lora".split(), (_OTHER, "use_peft")),
     "use_qlora": (_OTHER, "load_in_4bit, with use_peft"),
     "use_rslora": ("is LoRA with a larger lora_alpha", "lora_alpha times sqrt(lora_r), rounded"),
-    **dict.fromkeys("modules_to_save lora_modules_to_save".split(), ("is chosen here: all new layers", "leave it out")),
+    **dict.fromkeys("modules_to_save lora_modules_to_save".split(), ("is set to all new layers here", "leave it out")),
     "lora_rank": ("has another name here, as in peft", "lora_r"),
     "dataset": ("has TRL's name here", "dataset_name"),
     "model": (_OTHER, "model_name_or_path"),

@@ -49,20 +49,20 @@ class Field:
 
 @cache
 def trainer_fields() -> dict[str, Field]:
-    """Every field of the installed `transformers.TrainingArguments`."""
+    """Every field of the installed `transformers.TrainingArguments`, by name."""
     kept = (Field(**entries) for entries in facts()["trainer_fields"].values())
     return {one.name: replace(one, types=frozenset(one.types), choices=tuple(one.choices)) for one in kept}
 
 
 @cache
 def run_flags() -> dict[str, Field]:
-    """Every flag of this package itself, from `recipes.flags.RunFlags`."""
+    """Every flag of this package itself, by name, from `recipes.flags.RunFlags`."""
     return fields_of(RunFlags)
 
 
 @cache
 def settings() -> dict[str, Field]:
-    """Every setting that train.py accepts. A renamed setting is listed under each legal name."""
+    """Every setting of train.py, by name. A renamed setting is listed under each legal name."""
     return {**trainer_fields(), **run_flags()}
 
 
@@ -102,7 +102,7 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 def names(of: str) -> tuple[str, ...]:
-    """The legal names in `of`: a setting such as `report_to`, or a file: `accelerate_yaml`.
+    """The names that a setting (`report_to`) or a kind of file (`accelerate_yaml`) accepts.
 
     Empty if the names are unknown, for example those of `deepspeed_json` without DeepSpeed.
     """
@@ -167,7 +167,7 @@ def facts() -> Json:
 
 
 def _fingerprint() -> str:
-    """Hash the paths, times and versions of the libraries, and of schema.py and libraries.py."""
+    """Hash path, modification time and version of each library, schema.py and libraries.py."""
     files = [Path(__file__), Path(__file__).with_name("libraries.py")]
     files += [folder / "__init__.py" for name in _PACKAGES if (folder := package_folder(name))]
     installed = [
@@ -186,7 +186,7 @@ def _kept(file: Path) -> Json | None:
 
 
 def _ask() -> Json:
-    """Ask a child process with this sys.path for facts. Raises `UserError` if the child fails."""
+    """Let a child process with our sys.path collect the facts. Raises `UserError` if it fails."""
     waits = "Reading the settings that the installed transformers, accelerate and DeepSpeed accept"
     print(f"{waits} (once after an install): about ten seconds.", file=sys.stderr, flush=True)
     # This package is imported from its own folder, the libraries from this process's sys.path.

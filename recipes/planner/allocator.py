@@ -155,7 +155,7 @@ def _up(size: int, to: int) -> int:
 
 
 class Requests:
-    """Allocations and frees in order. An event is a size, or -1 - n to free allocation n."""
+    """Allocations and frees in order. An event is a size to allocate, or -1 - n to free the nth."""
 
     def __init__(self) -> None:
         self.events: list[int] = []
@@ -196,11 +196,11 @@ class Requests:
         return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
-        """Add the requests of loading all frozen parameters.
+        """Add the requests of loading all frozen parameters in `sizes` (`Weights.sizes`).
 
-        `from_pretrained` first allocates and frees the total (`caching_allocator_warmup`), then
-        packs each matrix on the GPU into `packed` bytes per parameter. All other frozen parameters
-        are loaded in 2 bytes each, and cast to `other` bytes last.
+        `from_pretrained` first allocates and frees all their bytes (`caching_allocator_warmup`). It
+        then packs each 4-bit matrix on the GPU into `packed` bytes per parameter. All other frozen
+        parameters are loaded in 2 bytes each, and cast to `other` bytes last.
         """
         base = [(size, kind == IN_4_BITS) for size, kind in sizes if kind != TRAINED]
         self.free([self.allocate(sum(size // 2 if small else 2 * size for size, small in base))])
@@ -220,9 +220,9 @@ class Requests:
     def reserved(self) -> int:
         """Return the bytes that torch reserves.
 
-        A cached block that is just large enough here may be just too small on a GPU. So the result
-        is the larger of two replays. The second replay enlarges the steps' large requests by
-        _UNCERTAIN, and subtracts what this adds to the allocations: other blocks are left over.
+        A cached block that is just large enough here may be just too small on a GPU. So a second
+        replay enlarges the steps' large requests by _UNCERTAIN, and its reserved bytes are reduced
+        by the bytes that this adds to the peak of allocations. Return the larger of both results.
         """
         exact, larger = self.replay(), self.replay(1 + _UNCERTAIN)
         return max(exact.reserved, larger.reserved - (larger.peak_allocated - exact.peak_allocated))

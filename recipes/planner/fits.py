@@ -121,9 +121,9 @@ class Estimator:
             raise mistake("model", what, "use `recipes fit`, which measures the memory in real steps") from None
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
-        """Extrapolate from copies of a small batch. The number of copies has no factor in common
-        with a dimension of the model (see `at_batch`). The small batch has one row or, with Liger,
-        the odd factor of the batch: 3, 6 and 12 rows (factor 3) make equally many loss chunks.
+        """Extrapolate a case's trace from copies of a small batch. Their number has no factor in
+        common with a dimension of the model (see `at_batch`). The small batch has one row or, with
+        Liger, the batch's odd factor: 3, 6 and 12 rows (factor 3) make equally many loss chunks.
         """
         from recipes.planner.trace import as_traced, trace_any
 
@@ -292,7 +292,7 @@ class Planner:
         )
 
     def splits(self, planned: Planned) -> Iterator[Planned]:
-        """Yield the plan of every split of the run's global batch, largest micro-batch first."""
+        """Yield a plan for each micro-batch that keeps the run's global batch, largest first."""
         for micro in _divisors(share(planned.run)):
             yield planned if micro == planned.micro_batch else self.at(planned.run, micro)
 

@@ -31,7 +31,7 @@ _GROUPED_MATMULS = {_F.grouped_mm, torch._grouped_mm}
 
 
 class Operations(TorchFunctionMode):
-    """Allocate as a GPU of this compute capability does, or as a CPU does if not `on_cuda`.
+    """Let operations allocate as on a GPU of this capability, or as on a CPU if not `on_cuda`.
 
     `kernels` names the unfused attention that ran: torch's math kernel (MATH), or the model's own
     code (EAGER, only if it ran with gradients).

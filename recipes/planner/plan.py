@@ -219,7 +219,7 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
 
 
 def _names(request: Request, recipe: str | None) -> list[str]:
-    """Return recipes to plan: `recipe`, else that of the flags or --config, else _FASTEST_FIRST.
+    """Return the recipes to plan: `recipe`, else the one in flags or --config, else _FASTEST_FIRST.
 
     An Accelerate YAML replaces a recipe's engine, so the recipes that shard or offload are left out
     if a YAML is given. On one GPU `sharded` is left out, because there is nothing to shard.

@@ -56,5 +56,5 @@ def context_of(run: RunSpec) -> Context:
     mib, source = _READ[alike] if alike else max(_READ.values())
     source = source if alike else f"the largest known value, {source}"
     if run.world_size > 1 or run.engine.kind == "fsdp":  # FSDP2 uses NCCL on one GPU too
-        mib, source = mib + _NCCL, f"{source}, with {_NCCL} MiB for NCCL as measured with one rank; more may take more"
+        mib, source = mib + _NCCL, f"{source}, with {_NCCL} MiB for NCCL, measured with one rank; several may take more"
     return Context(round(mib * _MIB), source)

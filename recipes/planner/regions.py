@@ -46,7 +46,7 @@ def compile_layers(model: torch.nn.Module, kind: str) -> None:
 
 
 def _region(layer: Any, kind: str) -> Callable:
-    """Return a forward for `layer` that the partitioner divides. Equal layers share the halves."""
+    """Return a forward for `layer` that the partitioner divides. Equal layers share its result."""
     forward = layer.forward
 
     def region(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _region(layer: Any, kind: str) -> Callable:
 
 
 def _compiled(half: torch.fx.GraphModule, inputs: list) -> Callable:
-    """Return a function that runs `half`, whose fused operations only allocate their results."""
+    """Return a function that runs the graph `half`. Fused operations only allocate a result."""
     for node in half.graph.nodes:
         value, written = node.meta.get("val"), _is_written(node)
         if isinstance(value, torch.Tensor) and (_is_fused(node) or (_is_view(node) and not written)):

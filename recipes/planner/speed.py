@@ -81,7 +81,7 @@ class StepTime:
 
     @property
     def known(self) -> float:
-        """Seconds of the parts that are known."""
+        """Seconds of a step, without the parts whose time is unknown."""
         return (self.compute or 0) + max(0, (self.communication or 0) - self.hidden) + self.host
 
 

@@ -299,7 +299,7 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Drop PACKAGED if the model ignores it. Drop compilation if the model loops over tokens."""
+    """Return the case; drop PACKAGED if the model ignores it, compiling if it loops over tokens."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return where the rows start that `two` has and `one` lacks. Raises `ValueError` if none."""
+    """Return where the rows start that only `two` has. Raises `ValueError` if there are none."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -460,7 +460,7 @@ def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
 
 
 def _same(one: Sequence[object], two: Sequence[object]) -> int:
-    """Return the length of the start that two sequences have in common."""
+    """Return how many entries, counted from the start, are the same in two sequences."""
     return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 

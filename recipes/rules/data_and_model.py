@@ -144,7 +144,7 @@ def _slice(split: str) -> tuple[str, str, int, float] | None:
 
 
 def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
-    """The parts of the run's data that are local files, each paired with the files' paths."""
+    """Return the data's sources that are local files or patterns, each with the files' paths."""
     return [(part, files) for part in parts_of(run["dataset_name"]) if (files := files_of(part.name))]
 
 
@@ -191,7 +191,7 @@ def the_model_is_a_folder(run):
 
 @rule_of_train_py
 def the_folder_holds_a_model(run):
-    """Otherwise loading ends in `OSError: no file named model.safetensors found`, for example."""
+    """Without weights, loading ends in `OSError: no file named model.safetensors found`."""
     folder = model_folder(run["model_name_or_path"])
     if folder is None or run.place.is_elsewhere:
         return
@@ -257,7 +257,7 @@ def the_model_can_do_the_task(run):
 
 @rule_of_train_py
 def sequences_fit_the_model(run):
-    """A model with a table of positions fails with `IndexError`; rotary models take any length."""
+    """A longer sequence ends in `IndexError` in a table of positions; rotary models accept it."""
     positions = max_positions(known_config(run)) or math.inf
     if not run.explicit("max_length") or run["max_length"] <= positions:
         return  # train.py lowers a length that the user did not set
@@ -436,7 +436,7 @@ _OF_TRAIN_PY = (
                and known_config(run).get("tie_word_embeddings"),
                "`recipes merge` will refuse these adapters: the head and the embeddings are one weight",
                "leave head and embeddings out, or never merge",
-               "Merging changes the weight that they share, by the adapter of either: transformers #45127."),
+               "Merging an adapter of the head changes the embeddings too, and the reverse: transformers #45127."),
     advice_row("the_routers_loss_counts_once_in_a_step", "model_name_or_path",
                lambda run: known_config(run).get("output_router_logits") and run.batch.total > run.batch.micro,
                lambda run: "the router's auxiliary loss counts "

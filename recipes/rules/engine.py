@@ -186,7 +186,7 @@ def _sections(run: RunSpec) -> Iterator[tuple[str, Json]]:
 def yaml_keys_are_known(run):
     """An unknown key at the top ends the launcher: `The config file at ... had unknown keys`.
 
-    In a section, accelerate drops the key: `zero_stge: 3` trains stage 2, `fsdp_verion: 2` FSDP1.
+    In a section, accelerate drops the key: `zero_stge: 3` is stage 2, `fsdp_verion: 2` is FSDP1.
     """
     for name, section in (("", run.engine.raw), *_sections(run)):
         known = legal.accelerate_nested_keys(name) if name else legal.names("accelerate_yaml")

@@ -37,7 +37,7 @@ Words = str | Callable[[RunSpec], str]
 
 
 def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
-    """Return a rule that reports `settings` if `when(run)`; of several settings, those that are on.
+    """Return a rule that reports `settings` if `when(run)` is true; if several, those that are on.
 
     A name in capitals is an environment variable. Any other name that is not a setting is a key of
     the YAML. `why` is the failure that the rule prevents; the default is `what`.
@@ -396,7 +396,7 @@ _OF_TRAIN_PY = (
               "Joined examples would share one label, and a label has no assistant or completion part."),
     error_row("batches_are_not_dispatched", "accelerator_config",
               lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1,
-              "dispatch_batches needs batches of equal length, and its repeated examples count in the loss",
+              "dispatch_batches needs batches of equal length, and the examples that it repeats count in the loss",
               "leave dispatch_batches out: each process reads its own batches",
               "The first step fails: `You can't use batches of different size with dispatch_batches=True`. With "
               "--packing, the losses of examples that fill up the last batch are counted."),

@@ -60,7 +60,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def name_of(flag: str) -> tuple[str, bool]:
-    """The setting in a flag such as `--global-batch-size`, and True if `--no_` turns it off."""
+    """Return the name of a flag's setting, and True if the flag turns it off (`--no_packing`)."""
     name = flag[2:].replace("-", "_")
     known = legal.settings().get(name.removeprefix("no_"))
     is_off = name not in legal.settings() and known is not None and "bool" in known.types

@@ -24,7 +24,7 @@ class Parallelism:
     groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would do the
     same, but a rule refuses both. With replicas and shards (HSDP) a process has its own examples.
     `source` is the file, argument or launcher that sets the sizes, empty if none does. A value that
-    is not a whole number above 0 is read as 1; the probe or a rule reports the value.
+    is not a whole number above 0 is read as 1; a later check reports the value.
     """
 
     dp_replicate_size: int = 1
@@ -49,7 +49,7 @@ class Parallelism:
 
 
 def sizes_of(values: Mapping[str, Any], source: str, prefix: str = "") -> Parallelism:
-    """Read the parallel sizes from keyword arguments, a YAML or variables. Numbers may be text."""
+    """Read ParallelismConfig's sizes from arguments, a YAML or variables. Numbers may be text."""
     names = (field.name for field in fields(Parallelism) if field.name.endswith("_size"))
     read = {name: _count(values.get(f"{prefix}{name}")) for name in names}
     return Parallelism(**read, source=source)
@@ -61,7 +61,7 @@ def _count(value: object) -> int:
 
 
 def exported_sizes(environment: Mapping[str, str]) -> Parallelism:
-    """The sizes that `accelerate launch` exports as variables for the processes it starts."""
+    """ParallelismConfig's sizes, as `accelerate launch` exports them in environment variables."""
     if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return Parallelism()
     return sizes_of({name.lower(): value for name, value in environment.items()}, "the launcher", _SIZE)

@@ -21,7 +21,7 @@ _SETTINGS = (
 
 
 def identity(run: RunSpec) -> Json:
-    """Return the facts that a fit holds for: settings, engine, world size, devices, data."""
+    """Return the conditions of a valid fit.json: settings, engine, world size, devices, data."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
@@ -33,14 +33,14 @@ def identity(run: RunSpec) -> Json:
 
 
 def read(folder: str | Path) -> Json:
-    """Read fit.json in a folder, and add its path as `file`; empty if it is missing or damaged."""
+    """Read fit.json in a folder, and add its path as `file`. {} if it is missing or damaged."""
     file = Path(folder) / FIT
     content = read_json(file)[0]
     return {**content, "file": str(file)} if content else {}
 
 
 def with_fit(run: RunSpec) -> RunSpec:
-    """Use fit.json if it is for this run, unless the user set micro-batch or accumulation."""
+    """Use a valid fit.json's batch sizes, unless the user set micro-batch or accumulation."""
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return run
     fitted = batch(run, read(run["output_dir"])) if run["output_dir"] else None
@@ -48,7 +48,7 @@ def with_fit(run: RunSpec) -> RunSpec:
 
 
 def batch(run: RunSpec, fit: Json) -> Batch | None:
-    """Return the batch that `fit` found; None if it is of another run or another global batch."""
+    """Return the batch sizes in `fit` (fit.json's content); None if they are not for this run."""
     if not fit or fit.get("holds_for") != identity(run):
         return None
     split = as_batch(run, fit)
@@ -56,6 +56,6 @@ def batch(run: RunSpec, fit: Json) -> Batch | None:
 
 
 def as_batch(run: RunSpec, fit: Json) -> Batch:
-    """Return the batch sizes that `fit` found. The reason states the measured peak of memory."""
+    """Return the batch sizes in `fit`, with the measured memory peak as part of the reason."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
     return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason, FIT)

@@ -9,8 +9,8 @@ A YAML states a base and the changes to it, each value with its reason, as in ca
     changes:
       learning_rate: [5.0e-5, best of the three that we tried]
 
-A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Give
-both names as `--recipe mine.py:function`. In Python, the base may also be a recipe of your own.
+A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Name file
+and function: `--recipe mine.py:function`. In Python, the base may also be a recipe of your own.
 """
 
 import re
@@ -160,7 +160,7 @@ def _of_a_recipe(name: str, value: Any, file: str) -> Decision:
 
 
 def _decision(name: str, pair: Any, file: str) -> Decision:
-    """Convert a pair's value to its setting's type. Raises `UserError` if value or pair is bad."""
+    """Convert the value in (value, reason) to its setting's type. Raises `UserError` if illegal."""
     is_words = _is_pair(pair) and "list" in legal.settings()[name].types and isinstance(pair[0], str)
     if not _is_pair(pair) or (is_words and " " not in pair[1].strip()):  # [q_proj, v_proj] is a value, not a pair
         value = repr(pair) if isinstance(pair, (str, int, float)) else "value"

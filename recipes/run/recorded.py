@@ -80,8 +80,8 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """Return the settings that the user wrote for the recorded run, its recipe and global batch,
-    without secrets and _NOT_REPEATED. A needed secret that is not in `given` becomes a problem.
+    """Return the values for repeating a recorded run: those that the user wrote, the recipe and the
+    global batch, but no secrets and no _NOT_REPEATED. A needed secret not in `given` is a problem.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}
@@ -163,6 +163,6 @@ def _found(record: Json, name: str, value: Any) -> Any:
 
 
 def at_a_place(record: Json) -> set[str]:
-    """Return the recorded settings that name a file or folder, or a mixture of data."""
+    """Return the names of recorded settings whose value is a path, or a mixture of data."""
     several = {"dataset_name"} if isinstance(_value(record, "dataset_name"), list) else set()
     return several | (record.get("paths") or {}).keys()

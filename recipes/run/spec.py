@@ -190,7 +190,7 @@ class RunSpec(Mapping):
             yield BEST_MODEL, self._saved_when_evaluated(name)
 
     def _saved_when_evaluated(self, name: str) -> Decision | None:
-        """Return the value that saves every evaluated model; None if other settings decide."""
+        """The value of `name` that saves each evaluated model; None if other settings decide."""
         strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is saved too"
         if name == "save_strategy":
             says_when = self.explicit("save_steps") or self.recipe.stated("save_steps")

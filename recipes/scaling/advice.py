@@ -43,7 +43,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Return the changes for this size, sorted by gain; those that keep the global batch lead.
+    """Return changes for a world size: first those that keep the global batch, then by gain.
 
     If noise hides the causes, the only possible advice is a smaller world size.
     """
@@ -99,16 +99,16 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the hidden part
     if row.sync_bytes and _volume_bound(row, waits) and "ddp_comm_hook" not in row.command:
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
-        why = f"{hook} halves the {megabytes(row.sync_bytes)} that a step sends, which take longer than the latency"
+        why = f"{hook} halves the {megabytes(row.sync_bytes)} that a step sends; sending takes longer than the latency"
         title, less = f"compress gradients to {hook} on the wire", waits - max(0.0, waits - whole / 2)
         yield _shorter("compression", title, why, row, step, less, {"ddp_comm_hook": hook})
     yield from _accumulation(row, step, waits)
 
 
 def _volume_bound(row: Timing, waits: float) -> bool:
-    """True if sending a step's bytes takes longer than twice the latency of the step's collectives
-    (the measured bandwidth of small messages includes latency), and longer than a quarter of the
-    seconds spent waiting, `waits` (busy cores can cause the rest). False if a value is unknown.
+    """True if sending a step's bytes takes longer than both twice the latency of its collectives
+    (the bandwidth measured for small messages includes latency) and a quarter of `waits`, the
+    seconds spent waiting (busy cores can cause the rest). False if a value is unknown.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False
@@ -120,7 +120,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     """Yield the smallest accumulation that brings communication to a tenth of a step.
 
     The global batch grows with the accumulation. Yield nothing above `_MOST_ACCUMULATION` times the
-    present accumulation, or if a step synchronises more than once: every micro-batch then does.
+    present accumulation, or if every micro-batch synchronises, so that accumulation saves nothing.
     """
     batch, accumulation, loading = row.global_batch, row.accumulation, row.data_wait or 0.0
     each = (row.syncs or 0) > 1 or '"sync_each_batch": true' in row.command

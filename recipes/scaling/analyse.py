@@ -82,7 +82,7 @@ def hardware_of(series: Iterable[Series]) -> str:
 
 
 def analyse(rows: Iterable[Timing]) -> list[Series]:
-    """Return the series that the rows form. Series of the same training are adjacent.
+    """Group the rows into series, and analyse each. Series of the same training are adjacent.
 
     Runs that try advice, and the runs with which they are compared, are left out.
     """
@@ -109,7 +109,7 @@ def _is_of_a_job(row: Timing) -> bool:
 
 
 def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """Return the rows of each training, by the training's name and recipe.
+    """Group the rows by training. The keys are (name of the training, name of the recipe).
 
     If jobs of one name and recipe have several commands, each command is a training of its own, and
     the training's name contains the command.
@@ -143,7 +143,7 @@ def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list
 
 
 def _series(key: tuple[str, str, str], own: list[Timing], training: Training) -> Series:
-    """Return a series. Throughput is in samples, tokens or epochs: the first that all rows have."""
+    """Return a series. Throughput counts samples; tokens if rows lack samples; else epochs."""
     count = next((count for count in ("samples", "tokens") if all(getattr(row, count) for row in own)), "")
     by_world = sorted(_grouped(own, lambda row: row.num_processes).items())
     sizes: list[Size] = []

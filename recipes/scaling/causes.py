@@ -235,7 +235,7 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
-    """Divide the lost computing time among the factors by their logarithms: the parts add up."""
+    """Divide the lost computing time among its causes, in proportion to log(factor) of each."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
@@ -271,7 +271,7 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield how much longer forward, backward and optimizer take than alone (`share` seconds)."""
+    """Yield HIDDEN: the time of forward, backward and optimizer beyond one process's (`share`)."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)

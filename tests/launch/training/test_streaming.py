@@ -85,7 +85,7 @@ def test_a_stream_stopped_by_a_malformed_row_resumes_once_the_row_is_fixed(tiny_
     watched["examples"].clear()
     mended = train_here(tiny_model, data, tmp_path / "out", *flags)
     assert mended.code == 0, mended.output
-    assert "changed since the checkpoint: the stream continues after as many rows" in " ".join(mended.output.split())
+    assert "since the checkpoint: the stream skips as many rows as were trained on" in " ".join(mended.output.split())
     assert len(watched["examples"]) == 6
 
 

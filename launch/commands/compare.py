@@ -340,7 +340,7 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
 
 def _margins(metric: str, wanted: str, records: list[Json]) -> list[float]:
     """Return each run's margin to a target: negative if missed, NaN if the run has no value.
-    Raises `UserError` if no run has this result, or if `wanted` is not a number.
+    Raises `UserError` if no run has the metric, or if `wanted` is not a number.
     """
     known = sorted({name for record in records for name in _numbers(record)})
     if metric not in known:

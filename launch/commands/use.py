@@ -248,7 +248,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
                 part.save_pretrained(Path(beside, "whole"))
             Path(beside, "whole").rename(output)
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
-    lines = [f"merged   {folder}, based on {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
+    lines = [f"merged   {folder}, based on {base}", f"checked  logits of {compared} (limit in {dtype}: {limit:g})"]
     out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)
     return 0
 

@@ -89,7 +89,7 @@ TOPICS = {
         ),
         (
             "the last two rows do the same work: the difference between their speeds is noise",
-            "Adam divides by the size of the gradient, which hides an undivided loss; but clipping then starts at an "
+            "Adam rescales the gradient, which hides a loss that is not divided by 8; but clipping then starts at an "
             "eighth of the intended norm, and weight decay added to the gradient has an eighth of its effect",
         ),
     ),

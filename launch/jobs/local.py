@@ -62,7 +62,7 @@ class Local(Target):
 
     def send(self, text: str, job: Job) -> int:
         """Run the job to its end, and return the exit code. With `--on_oom next`, retry a run that
-        ran out of memory, at the same global batch, as long as other flags need less memory.
+        ran out of memory, at the same global batch, while flags that need less memory are left.
         """
         code, tried = run_script(text, job), list[Json]()
         while self.on_oom == "next" and code not in (0, EXIT_CODE):

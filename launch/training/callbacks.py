@@ -236,7 +236,7 @@ class StepTiming(TrainerCallback):
         self._fold()
 
     def finish(self) -> None:
-        """After the last step, add up the seconds of its parts, and ignore later marks."""
+        """After the last step, add up the seconds of each part of the steps; ignore later calls."""
         self._fold(wait=True)
         self.on = False
 

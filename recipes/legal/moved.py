@@ -48,7 +48,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     **dict.fromkeys("flash_attn flash_attention use_flash_attn use_flash_attention_2".split(), _FLASH),
     **dict.fromkeys("epochs max_epochs".split(), (_OTHER, "num_train_epochs")),
     "lr": (_OTHER, "learning_rate"),
-    "resume": ("is not needed: resuming is automatic", "leave it out, or resume_from_checkpoint: FOLDER"),
+    "resume": ("is not needed: resuming is automatic", "leave it out, or set resume_from_checkpoint: FOLDER"),
 }
 
 _LAUNCHER = "write it after `accelerate launch`, before train.py"

@@ -322,9 +322,9 @@ class _Gate(torch.autograd.Function):
 class _Loss(torch.autograd.Function):
     """Allocate the logits of a few rows at a time, and all gradients in the forward.
 
-    Source: Liger's ops/fused_linear_cross_entropy.py. The gradients of rows (tokens, width) and
-    head have the dtypes of rows and head. From capability 8.0 on, a chunk's product is added to the
-    head's gradient in place. Below 8.0, this product and an fp32 copy are allocated first.
+    Source: Liger's ops/fused_linear_cross_entropy.py. `rows` has the shape (tokens, width). The
+    gradients keep the dtypes of rows and head. From capability 8.0 on, a chunk's product is added
+    to the head's gradient in place. Below 8.0, the product and its fp32 copy are allocated first.
     """
 
     @staticmethod

@@ -363,7 +363,7 @@ def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str
     yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam is not slower in published figures"
     yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"
     yield "memory_zero3", {"optim": None}, f"{recomputed}; Adam and parameters on the host: {{host}}"
-    yield "standard", {"use_peft": True}, "none: frozen weights save a third of the compute"
+    yield "standard", {"use_peft": True}, "none: frozen weights need a third less compute"
     yield "standard", lora, "none: frozen weights save as much time as the second forward pass costs"
     if not asked["load_in_4bit"]:  # frozen weights are not in 4 bits already
         yield "standard", in_16_bits, "none; frozen weights in 16 bits"

@@ -46,7 +46,7 @@ def compile_layers(model: torch.nn.Module, kind: str) -> None:
 
 
 def _region(layer: Any, kind: str) -> Callable:
-    """Return a forward for `layer` that the partitioner divides. Equal layers share its result."""
+    """Return a forward for `layer` that the partitioner divides, once for all equal layers."""
     forward = layer.forward
 
     def region(*args: Any, **kwargs: Any) -> Any:

@@ -199,7 +199,7 @@ def _instead(key: str, known: Iterable[str]) -> str:
     """Return the fix for an unknown key: the argument, section or name to write instead."""
     argument = key if key in legal.settings() else belongs(key)
     if argument in legal.settings():
-        return f"use --{argument}, an argument of the run"
+        return f"set the flag --{argument} instead"
     near = nearest(key, known) or next((name for name in known if name.endswith(f"_{key}")), "")
     if near and near != key:
         return near

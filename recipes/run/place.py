@@ -86,7 +86,7 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
 
     The launch sets up an engine. train.py replaces that engine in two cases: the user gives
     `--deepspeed` or `--fsdp`; or the recipe shards or offloads, and the launch is plain DDP or one
-    process. `--fsdp` never replaces one process, and FSDP needs GPUs. The sizes of process groups
+    process. One process ignores `--fsdp`, and FSDP needs GPUs. The sizes of process groups
     are those of parallelism_config, else of the engine's YAML, else of the launcher's variables.
     """
     deepspeed, can_shard = given.get("deepspeed"), place.hardware.can_shard

@@ -138,7 +138,7 @@ def test_the_class_names_of_a_model_are_kept_if_they_cover_the_data(case, tmp_pa
 # --- What the run says of it ---------------------------------------------------------------------
 
 
-def test_a_problem_type_inferred_from_the_labels_is_recorded_with_its_source_named_data(tmp_path):
+def test_a_problem_type_inferred_from_the_labels_is_recorded_with_data_as_its_source(tmp_path):
     run, advice = recognised(labelled(tmp_path, [0.5]), REGRESSION)
     assert (run["problem_type"], run.setting("problem_type").source, advice) == (REGRESSION, "data", [])
 

@@ -152,7 +152,7 @@ def test_without_a_valid_checkpoint_training_starts_over(stopped, found):
     assert (earlier.checkpoint, earlier.step) == (None, 0) and "training starts over" in earlier.notes
 
 
-def test_the_newest_checkpoint_is_searched_without_unfinished_ones_and_those_of_another_run(another_run, stopped):
+def test_the_search_for_the_newest_checkpoint_skips_unfinished_ones_and_other_runs(another_run, stopped):
     checkpoints.begin(stopped / "checkpoint-6", 6, "one process", 1)
     assert newest_complete(stopped).name == "checkpoint-4"
     replace(stopped, 4, another_run)

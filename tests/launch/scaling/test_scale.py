@@ -106,7 +106,7 @@ def test_the_flag_measure_does_not_change_the_losses_or_weights_of_a_training(ti
 
 
 @pytest.mark.slow
-def test_scale_run_with_apply_measures_a_change_beside_its_predicted_gain(alone, healthy, tiny_model, texts, tmp_path):
+def test_scale_run_with_apply_records_the_measured_and_the_predicted_gain(alone, healthy, tiny_model, texts, tmp_path):
     slow = dataclasses.replace(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
     command = f"--model_name_or_path {tiny_model} --dataset_name {texts} --max_length 64"
     rows = [dataclasses.replace(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]

@@ -197,7 +197,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("row", SILENT)
-def test_a_rule_reports_each_setting_for_which_trainer_silently_takes_other_steps_or_saves(row, tmp_path):
+def test_a_rule_reports_each_setting_that_silently_changes_how_often_trainer_steps_or_saves(row, tmp_path):
     settings, steps, checkpoints = SILENT[row]
     assert train(tmp_path, **settings).state.global_step == steps
     assert len(list(tmp_path.glob("checkpoint-*"))) == checkpoints

@@ -151,7 +151,7 @@ HIDDEN = {"engine": "deepspeed", "communication": None, "no_sync_step": None, "n
 ZERO = [replace(row(1, 1.0), **HIDDEN), replace(row(2, 0.9), **HIDDEN)]
 
 
-def test_deepspeed_zero_gets_one_upper_bound_for_communication_contention_and_stragglers():
+def test_deepspeed_zero_gets_an_upper_bound_for_the_sum_of_communication_contention_and_stragglers():
     share = replace(row(1, 0.5), global_batch=8, micro_batch=8, scaling="weak", **HIDDEN)
     (cause,) = last([*ZERO, share]).losses.named
     assert (cause.key, cause.seconds) == ("hidden", pytest.approx(0.4))

@@ -56,7 +56,7 @@ GROUPS = {
         "submit": Command("run a recipe here, on Slurm or on Azure ML", _TRAIN),
         "status": Command("show the state of runs, submitted or not", _TRAIN),
         "logs": Command("print the log of a submitted run", _TRAIN),
-        "evaluate": Command("measure the model of a run on held-out or on other data", _USE, True, as_train=True),
+        "evaluate": Command("measure the model of a run on its held-out or other data", _USE, True, as_train=True),
         "generate": Command("answer a prompt with the model of a run", _USE, as_train=True),
         "merge": Command("merge a trained adapter into its base model, and check the result", _USE, as_train=True),
     },
@@ -119,7 +119,7 @@ def _main(argv: list[str]) -> int:
 
 def _forget_launcher(name: str) -> None:
     """Delete another launcher's environment variables, which name an engine and ranks to wait for.
-    Raises `UserError` if that launcher started several `recipes train`, `fit` or `rerun`.
+    Raises `UserError` if that launcher started several processes of `train`, `fit` or `rerun`.
     """
     count = os.environ.get("WORLD_SIZE", "")
     if name in ("train", "fit", "rerun") and count not in ("", "1"):

@@ -57,7 +57,7 @@ def count(text: str) -> int:
 def whole(text: str) -> int:
     """Read a whole number of at least 0."""
     if not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 0")
     return int(text)
 
 

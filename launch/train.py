@@ -99,7 +99,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
 
 
 def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
-    """Load the model, train it and write run.json. If an earlier run has finished, only say so."""
+    """Load the model, train it and write run.json. If the folder's run is finished, only say so."""
     from launch.data.load import recorded, require_same
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room

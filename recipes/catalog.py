@@ -24,7 +24,7 @@ _EVERYWHERE: Mapping[str, Value] = dict(
 class Recipe:
     """A base recipe with changes. A change to None restores the library's default.
 
-    Two of the changes are not settings of train.py: `engine` is the name of a shipped Accelerate
+    Two possible changes are not settings of train.py: `engine` is the name of a shipped Accelerate
     YAML or the path of another YAML, and `micro_batch_cap` is the largest micro-batch per process.
     `files` are the files that a user's own recipe was read from; a shipped recipe has none.
     """

@@ -97,7 +97,7 @@ def _warn_without_engine(run: RunSpec) -> None:
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
-    """Build an `args_class` from the values of a run and of `own`. The values of `own` win.
+    """Build an object of `args_class` from a run's values and the values in `own`, which win.
 
     Raises `UserError` with the message of the class if the class refuses a value.
     """

@@ -62,7 +62,7 @@ class RunFlags:
         False, "read the data while training, never as a whole; needs --max_steps, and weights for a mixture"
     )
     dataset_columns: list[str] | None = flag(
-        None, "rename columns with old=new: question=prompt answer=completion (or to messages, text, ...)"
+        None, "rename columns, as in question=prompt answer=completion; other new names: messages, text, ..."
     )
     dataset_text_field: str = flag("text", "column that holds the text")
     dataset_label_field: str = flag(

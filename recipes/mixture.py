@@ -44,13 +44,13 @@ def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
 
 
 def parts_of_run(run: Mapping[str, Any]) -> list[Part]:
-    """Return each source of a run's data. --dataset_columns applies to those without `columns`."""
+    """Return a run's data as `Part`s. --dataset_columns applies to the parts without `columns`."""
     named = new_columns(run["dataset_columns"])
     return [part if part.columns else replace(part, columns=named) for part in parts_of(run["dataset_name"])]
 
 
 def new_columns(pairs: Sequence[str] | None) -> dict[str, str]:
-    """Map old names to new, as in `question=prompt`. Raises `ValueError` if a name is missing."""
+    """Return {old: new} for pairs `old=new` of column names. Raises `ValueError` for other text."""
     split = [pair.partition("=") for pair in pairs or ()]
     if not all(old and new for old, _, new in split):
         raise ValueError(f"needs pairs old=new, such as question=prompt, got {' '.join(pairs or ())!r}")

@@ -18,7 +18,7 @@ from recipes.run.known_gpus import find
 _FLAGS = """
 --accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own
 --num_processes N              processes in all, one per GPU [num_processes of that YAML, or 1]
---gpu NAME                     check for a machine with one such GPU per process: H100 80GB, L4, ... [this machine]
+--gpu NAME                     check for a machine with this GPU for each process: H100 80GB, L4, ... [this machine]
 --azureml FILE                 check the YAML of an Azure ML job, and the training that the job starts
 --deep                         also let the installed libraries build the objects of the training (takes seconds)
 """

@@ -85,8 +85,8 @@ def differences(records: Sequence[Json]) -> list[Row]:
     """Return a row per difference between runs: settings first, led by those that the user typed,
     then engine, processes, contents of data and model, files, code, machine, versions, environment.
 
-    Settings in NO_DIFFERENCE are ignored, and so are different paths to the same contents. A fact
-    that one record lacks counts only if it is a setting, a package or an environment variable.
+    Settings in NO_DIFFERENCE are ignored, and so are different paths to the same contents. If one
+    record lacks a fact, this is a difference only for a setting, package or environment variable.
     """
     rows = []
     for name in sorted({name for record in records for name in record["settings"]} - NO_DIFFERENCE):
@@ -110,7 +110,7 @@ def _derivation(source: str) -> tuple[bool, bool, bool]:
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
-    """Return facts except settings and results, by (part, name). Version None: not installed."""
+    """Map (part, name) to each fact but settings and results. A version of None: not installed."""
     hardware, world = record.get("hardware") or {}, record.get("world_size")
     gpus, code = hardware.get("gpus"), record.get("code") or {}
     nodes = world // (record.get("local_world_size") or world) if world else None
@@ -277,7 +277,7 @@ def _from(row: Row) -> str:
 
 
 def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Return the first reason in `entries`. With several runs, the name of its run precedes it."""
+    """Return the first reason in `entries`. With several runs, put the run's name before it."""
     reasons = [(title, entry.get("reason") or "") for title, entry in zip(titles, entries, strict=True)]
     title, reason = next((pair for pair in reasons if pair[1]), ("", ""))
     return f"{title}: {reason}" if reason and len(reasons) > 1 else reason
@@ -290,7 +290,7 @@ def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = Fals
 
 
 def results(records: list[Json]) -> dict[str, list[float | None]]:
-    """Map each loss, metric, speed and memory that any run has to a list with a value per run."""
+    """Map the name of each loss, metric, speed and memory to a list: its value in each run."""
     numbers = [_numbers(record) for record in records]
     evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
     metrics = sorted(filter(is_figure, evaluated))

@@ -33,9 +33,9 @@ fits: yes if total fits the GPU with {MARGIN:.0%} to spare, and host fits the RA
 host: RAM of a node: the model during loading; later the offloaded states, and copies of the weights during a save
 step: seconds of an optimizer step: compute + exposed communication + offload
 not counted: memory of data loading; savings by torch.compile of a whole model
-how sure: of 21 published values of reserved memory one lies 3.5% above the plan, the others at most
-1.6% (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. Of 28 plans for an H200, made
-after reading its memory, 25 were within 1.6%, two within 5%, and a mixture of experts 8% below (python -m tests.gpu)
+how sure: of 21 published values of reserved memory, one lies 3.5% above the plan, and no other more than 1.6%
+above it (python -m tests.benchmarks.published); so a plan keeps {MARGIN:.0%} free. Of 28 plans for an H200, made when
+the measured values were known, 25 were within 1.6%, two within 5%, a mixture of experts 8% below (python -m tests.gpu)
 """
 
 
@@ -45,7 +45,7 @@ _FLAGS = """
 --host_memory GB               GB of RAM per node [no limit]
 --num_processes N              number of GPUs [num_processes of your own Accelerate YAML, or 1]
 --nodes N                      number of nodes that hold these GPUs [1]
---recipe NAME                  plan only this recipe, or your own recipe file
+--recipe NAME                  plan only this recipe: a name, or a file of your own
 --accelerate_config FILE|NAME  Accelerate YAML in place of the recipe's own
 --mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [published value, else 0.35]
 --bandwidth GB/s               bandwidth between GPUs: busbw of nccl-tests [value of NVLink or PCIe, in one node]
@@ -112,7 +112,7 @@ def _print_answers(plan: Plan) -> None:
     whole = [entry for entry in plan.recipes if entry.run.engine.offload_optimizer == "none"]
     if whole and not any(entry.fits for entry in whole):
         least = min(whole, key=lambda entry: entry.total_bytes)
-        print(f"without offload nothing fits: {least.name}, the smallest, needs {_gib(least.total_bytes)} GiB")
+        print(f"without offload nothing fits: even {least.name} needs {_gib(least.total_bytes)} GiB")
     answers = [(best.time.total, f"take {best.name}, {_why(plan)}", best, plan.command)]
     for step in plan.next_steps:
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
@@ -194,7 +194,7 @@ def _print_next_steps(plan: Plan) -> None:
     for number, step in enumerate(plan.next_steps, 1):
         print(f"{number}: {step.words}")
     if not any(step.planned.fits for step in plan.next_steps):
-        print(f"none of these is enough: use {enough}, or a smaller model")
+        print(f"none of these changes is enough: use {enough}, or a smaller model")
 
 
 def _row(entry: Planned) -> list[str]:

@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Repeat a run, return the exit code. --exact raises `UserError` for a difference or resume."""
+    """Repeat a run. --exact raises `UserError` if anything differs or a resume changed the run."""
     record, file = recorded.read(options.folder, "RUN"), recorded.file_of(options.folder).resolve()
     typed = {name: setting.value for name, setting in parse(argv, []).items()}
     if "config" in typed:

@@ -67,7 +67,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tokenize a run's data, and print each data set's folder, examples and tokens; with --show
+    """Tokenize a run's data, and print its folders with numbers of examples and tokens; with --show
     also examples as the training sees them. Raises `UserError` if the run or its data is unusable.
     """
     StopRequest().listen()
@@ -137,7 +137,7 @@ def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def in_own_yaml(name: str | None) -> int | None:
-    """Return `num_processes` of the user's own YAML, if any. A missing file raises `UserError`."""
+    """Return `num_processes` of the user's own YAML, or None. A missing file raises `UserError`."""
     if name is None:
         return None
     file = find_yaml(name)

@@ -101,7 +101,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     data = load_data(run, tokenizer, classes)
     unknown = sorted({*(data.labels or ())} - {*classes}) if data.problem_type != "regression" else []
     if classes and unknown:
-        what = f"has {', '.join(unknown[:5])}, but the model knows only {', '.join(classes)}"
+        what = f"the column holds {', '.join(unknown[:5])}, but the model knows only {', '.join(classes)}"
         raise mistake("dataset_label_field", what, "use the model's class names in this column")
     print(f"{name}, split {run['dataset_test_split']}: {data.eval}")
     with process_group(run, World()) as args:
@@ -114,7 +114,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder = Path(options.folder)
     run = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
     if run["task"] != "causal_lm":
-        fix = f"recipes evaluate {folder}; or transformers.pipeline('text-classification', '{folder}') for a text"
+        fix = f"recipes evaluate {folder}; or transformers.pipeline('text-classification', '{folder}') to classify text"
         raise mistake("FOLDER", f"{folder} holds a classifier, which generates no text", fix)
     prepare_process(run)
     import torch
@@ -152,7 +152,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     if not held:
         newest = next((str(path) for path in numbered(folder)), "")
         fix = f"use {newest}, or " * bool(newest) + "finish the run: repeat the command that started it"
-        raise mistake("FOLDER", f"{folder} holds no model, because its run has not ended", fix)
+        raise mistake("FOLDER", f"{folder} holds no model, because its run has not finished", fix)
     is_adapter = settings.get("use_peft", {}).get("value") and "config.json" not in held
     if not is_adapter:  # the folder holds a whole model, perhaps a merged one
         whole = {"model_name_or_path": str(folder), "model_revision": "main", "use_peft": False, "load_in_4bit": False}
@@ -238,7 +238,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     limit = TOLERANCE[dtype]
     compared = f"{plural(INPUTS, 'input')} differ from adapter plus base by {difference:.1e} of the largest logit"
     if not difference <= limit:  # NaN too
-        print_note(f"logits of {compared}, more than {limit:g} in {dtype}: nothing was written", out)
+        print_note(f"logits of {compared}, more than the limit of {limit:g} for {dtype}: nothing was written", out)
         return 1
     merged.config.use_cache = merged.config.get_text_config().use_cache = True  # training turns the cache off
     with writing(output, "output", "choose another --output"):

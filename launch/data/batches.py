@@ -1,4 +1,4 @@
-"""Make batches from tokens: each example on its own, padded to a common length, or packed.
+"""Make batches from tokens: of single examples, padded to a common length, or of packed rows.
 
 Packing makes rows of exactly `max_length` tokens. The strategy `bfd` (best-fit decreasing) puts
 examples side by side, and they do not attend to each other. `wrapped` joins all texts and cuts
@@ -140,8 +140,8 @@ def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
     nothing to learn would have a loss of nan.
 
     `first_learned` holds the index of each example's first learned token. Examples are cut at
-    `max_length`, so a later token counts only if texts are joined. Raises `UserError` if texts are
-    joined and a prompt is not learned, because a row could then hold nothing but a prompt.
+    `max_length` unless texts are joined, so later tokens do not count. Raises `UserError` if texts
+    are joined and a prompt is not learned, because a row could then hold nothing but a prompt.
     """
     if not joins(run):
         return first_learned < run["max_length"]
@@ -201,7 +201,7 @@ def _row(**columns: np.ndarray) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack packed rows into a batch: the rows have one length and need no attention mask.
+    """Stack packed rows into a batch: the rows are equally long and need no attention mask.
 
     FlashAttention finds where examples begin from position_ids only if the batch has one row; in
     larger batches examples would attend to each other. With `flash`, the batch therefore lists the
@@ -225,7 +225,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Pad:
-    """Pad rows on the right or on the left. A row has one label for each token, or one target."""
+    """Pad rows on the right or left. Each token has a label; a classifier's row has one target."""
 
     pad_token_id: int
     longest: int  # rows are padded to at most this length, because the model may have no more positions

@@ -132,7 +132,7 @@ def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
 def _with_arguments(call: dict) -> dict:
     """Return the call with its arguments as a dict: nearly all templates write a dict as JSON."""
     function = call["function"]
-    arguments, *more = _objects(function.get("arguments"), "the arguments of a tool call") or [{}]
+    arguments, *more = _objects(function.get("arguments"), "the field `arguments` of a tool call") or [{}]
     if more:
         raise mistake("dataset_name", "a tool call has several objects as arguments", "write one object")
     return {**call, "function": {**function, "arguments": arguments}}
@@ -251,9 +251,9 @@ class _Template:
         return found
 
     def _end(self, number: int) -> int:
-        """Return the index after an answer, for a template that writes the last answer differently
-        from earlier ones (Qwen 3's). A mark, rendered as the content, shows the text that follows.
-        A chat that ends with this answer shows how the template ends an answer (<|im_end|>).
+        """Return the index in `text` where an answer ends, for a template that writes the last
+        answer differently from earlier answers (Qwen 3's). A mark is rendered in place of the
+        answer, to find all later text; and as the last message, to find the token that closes it.
         """
         chat = [*self.chat[:number], {**self.chat[number], "content": "\0"}]
         after = closing = ""
@@ -268,7 +268,7 @@ class _Template:
         return end + len(closing)
 
     def _begin(self, number: int) -> int:
-        """Return the first index of a message or, in an answer, of the assistant's words.
+        """Return the index in `text` where a message or, in an answer, the assistant's text begins.
 
         Some templates write earlier messages differently if no message follows them. For these
         templates, find the first character that changes with the message's content.

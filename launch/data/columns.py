@@ -38,7 +38,7 @@ def formats(run: Settings, columns: Collection[str]) -> list[Format]:
 
 
 def new_names(names: Iterable[str], part: Part) -> dict[str, str]:
-    """Map old column names to new names. Leave out a column if another is renamed to its name."""
+    """Map old column names to new names. Leave out a column if another column gets its name."""
     new = part.columns
     return {name: new.get(name, name) for name in names if name in new or name not in new.values()}
 
@@ -94,8 +94,8 @@ def require_columns(run: RunSpec) -> list[Problem]:
 
 
 def check_columns(run: RunSpec) -> list[Problem]:
-    """Return the problems with the columns of local files. Only the first file of each part is
-    read. The training itself checks folders, Hub data and files that cannot be read here.
+    """Return the problems with the columns of local files. Only the first file of each data set
+    is read. The training itself checks folders, Hub data and files that cannot be read here.
     """
     found = []
     for part in parts_of_run(run):

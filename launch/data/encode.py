@@ -101,7 +101,7 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
 def _text(row: Mapping[str, Any], column: str, subject: str) -> str:
     value = row.get(column)
     if not isinstance(value, str | None):
-        what = f"holds {one_line(repr(value)[:100])} in the column {column!r}, which is not text"
+        what = f"holds {one_line(repr(value)[:100])}, which is not text, in the column {column!r}"
         fix = "put text in this column in every row; if a .csv holds numbers there, run "
         raise mistake(subject, what, f"{fix}pandas.read_csv(FILE, dtype=str).to_parquet(NEW_FILE)")
     return value or ""

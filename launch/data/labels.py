@@ -84,7 +84,7 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     if names and len({*known.values()}) == len(names):  # the model was trained on all these classes
         names, numbers = list(classes), known
     elif len(names) < 2:
-        what = f"all rows have the same label: {''.join(names) or 'none'}"
+        what = f"all rows have the same label: {''.join(names) or 'an empty list'}"
         raise mistake("dataset_label_field", what, "use data with two classes or more; shuffle rows that are sorted")
     return Target(MULTI if is_list else SINGLE, names, numbers)
 
@@ -106,7 +106,7 @@ def _labels(rows: Dataset, name: str, flag: str) -> set:
     labels = [tuple(label) if isinstance(label, list) else label for label in found]
     if unusable := sum(not _is_usable(label) for label in labels):
         what = f"the column {name!r} has {plural(unusable, 'row')} without a usable label"
-        fix = "give every row a class, a number or a list (which may be empty); None and NA in a .csv are no labels"
+        fix = "give every row a class, a number or a list (which may be empty); None and NA in a .csv mean no label"
         raise mistake(flag, what, fix)
     return set(labels)
 
@@ -144,7 +144,7 @@ class Labelled(Cut):
 
     def __str__(self) -> str:
         few = self.target.problem_type == SINGLE and self.labels < len(self.target.names)
-        classes = f"only {self.labels} of the {self.target}: are the rows sorted? shuffle them" if few else self.target
+        classes = f"only {self.labels} of the {self.target}: shuffle the rows if sorted" if few else self.target
         return f"{super().__str__()}, {classes}"
 
     def __getitems__(self, numbers: list[int]) -> list[Example]:

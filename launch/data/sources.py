@@ -71,7 +71,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """Return the row ranges of `train[:95%]`, given each split's `rows`, or raise `UserError`."""
+    """Return the row ranges of `train[:95%]` from each split's row count, or raise `UserError`."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):
@@ -186,8 +186,8 @@ def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
 
 
 def _stream(builder: DatasetBuilder) -> Mapping:
-    """Open a builder's splits. pandas infers the types of a .csv anew for each 10,000 rows, and
-    would turn 007 into 7 in rows without words: a column that was text in the first rows stays so.
+    """Open a builder's splits. A .csv column that is text in the first rows stays text: pandas
+    infers types anew for each 10,000 rows, and would turn 007 into 7 in rows with only digits.
     """
     splits = builder.as_streaming_dataset()
     if isinstance(builder, Csv):

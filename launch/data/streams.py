@@ -74,7 +74,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     @functools.cached_property
     def beginning(self) -> Dataset:
-        """The first examples of the first part, in the order of a single reader."""
+        """The first examples of the first data set, in the order in which one reader reads them."""
         _, tokens = next(self._pieces(0, 0, 1, {"round": 0, "rows": None, "used": 0}))
         return Dataset(tokens, fingerprint="a window")
 
@@ -83,7 +83,7 @@ class Stream(torch.utils.data.IterableDataset):
         return [encode.source.rows.num_shards for encode in self.parts]
 
     def share(self, number: int) -> float:
-        """Return the fraction of all examples that the part with this index contributes."""
+        """Return the fraction of all examples that come from the data set with this index."""
         weights = [encode.source.part.weight or 1 for encode in self.parts]
         return weights[number] / sum(weights)
 
@@ -119,7 +119,7 @@ class Stream(torch.utils.data.IterableDataset):
             taken = 0
 
     def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """For part `number`, yield the start and the examples of each window from `first` on."""
+        """For data set `number`, yield each window's start and examples, from window `first` on."""
         alone, each = len(self.parts) == 1, WINDOW * self.share(number)
         pieces = self._pieces(number, reader, readers, at)
         at, left = next(pieces)
@@ -135,7 +135,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield start, pa.concat_tables(taken)
 
     def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
-        """Yield tables of part `number` endlessly, from place `at` on, each with its start."""
+        """Yield tables of data set `number` endlessly, from place `at` on, each with its start."""
         encode, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
         size = math.ceil(WINDOW * self.share(number))
         with naming(encode.source.part.name if self.parts[1:] else ""):
@@ -171,7 +171,7 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     shards, its index among the readers that take turns in them, and the number of these readers.
 
     Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
-    rows have their own epoch number, because all workers of a process share `rows` and its number.
+    rows have their own epoch number, because all workers of a process share that of `rows`.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)

@@ -181,7 +181,7 @@ class Tokenized:
 
 
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
-    """Return the tokens of a part of the data, from the cache or made now by a process per node.
+    """Return a data set's tokens: from the cache, or made now by one process of each node.
 
     The other processes wait without a deadline. If the first process fails, each other process
     resumes after the last complete file, and meets the same error: a `UserError` for bad data.
@@ -208,7 +208,7 @@ def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
 def of_parts(
     run: RunSpec, tokenizer, read: Callable[[RunSpec, Any, Part], Tokenized] = tokenized
 ) -> list[tuple[Part, Tokenized]]:
-    """Return each part of the run's data with its tokens. The demonstration's part has no name."""
+    """Return pairs (part of the data, its tokens). The part of the demonstration has no name."""
     parts = parts_of_run(run) or [Part("")]
     found = []
     for part in parts:
@@ -255,7 +255,7 @@ def _folder(run: RunSpec, tokenizer, part: Part) -> tuple[Path, str | None]:
 
 
 def _contents(tokenizer) -> list:
-    """Return all that decides the tokens: a tokenizer's class, config and hashes of other files."""
+    """Return all that decides a tokenizer's tokens: its class, config and hashes of other files."""
     if tokenizer.is_fast:  # saved files would hold the options of the last call: drop them
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()

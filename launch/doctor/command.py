@@ -92,11 +92,11 @@ def request_for(machine: hardware.Hardware, environment: Mapping[str, str], opti
 
 
 def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
-    """Read the first variable that is set, else `default`. Raises `UserError` if not a number."""
+    """Read the first of `names` that is set, or `default`. Raises `UserError` for a non-number."""
     name = next((name for name in names if environment.get(name)), "")
     if name and not environment[name].isdigit():
         what = f"{environment[name]!r} is not a whole number"
-        raise mistake(name, what, "set a whole number, or use its flag (see --help)", "environment")
+        raise mistake(name, what, "set a whole number, or give the flag that replaces it (--help)", "environment")
     return int(environment[name]) if name else default
 
 

@@ -96,8 +96,8 @@ def main(folder: str) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    """Return the type, the first and the last line of an error, without the traces of torch. The
-    last line holds NCCL's own message.
+    """Return an error's type, first line and last line, without torch's C++ stack trace. The last
+    line holds NCCL's own message.
     """
     text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error).partition("Exception raised from")[0])
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
@@ -174,7 +174,7 @@ def compared(seconds: float, latency: float, size: int, ranks: int, link: str, s
 
 
 def _link(rank: Rank) -> tuple[str, float | None]:
-    """Return link name and usual speed in bytes/s (InfiniBand: nominal speed); None if unknown."""
+    """Return a link's name and usual speed in bytes/s: nominal for InfiniBand, None if unknown."""
     if rank.size > rank.local_size:
         rates = [file.read_text().split()[0] for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
         if rank.cuda and rates:  # "200 Gb/sec (4X HDR)"

@@ -178,7 +178,7 @@ def visible_gpus(request: Request) -> Check:
     if visible and listed and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed])
         if invalid is not None:
-            what = f"{invalid!r} in CUDA_VISIBLE_DEVICES={visible} is no GPU or repeated; GPUs left: {len(seen)}"
+            what = f"{invalid!r} in CUDA_VISIBLE_DEVICES={visible} names no GPU or repeats one; GPUs left: {len(seen)}"
             return Check("error", "GPUs", what, f"use each index from 0 to {len(listed) - 1} at most once")
     if not seen and listed and not hidden:
         what = f"nvidia-smi lists {len(listed)}, but CUDA finds none"

@@ -140,7 +140,7 @@ def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def measured(topic: str, device: str, cores: int) -> Json:
-    """Run `steps.measure` on all ranks. Raise `Failure` with each failed rank's last log line."""
+    """Run `steps.measure` on all ranks, return rank 0's result. Raise `Failure` if a rank fails."""
     requests = [{"topic": topic, "device": device, "rank": rank} for rank in range(RANKS)]
     environment = {**os.environ, THREADS: str(threads_per_process(cores, RANKS))}
     with processes.ask("launch.explain.steps", requests, environment) as ranks:

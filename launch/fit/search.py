@@ -108,7 +108,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
         out.print(f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}", highlight=False, markup=False)
         return found["fits"]
 
-    out.print(f"fit   limit {memory_size(limit)} per process, first try micro {guess}", highlight=False)
+    out.print(f"fit   limit {memory_size(limit)} per process, first try: micro {guess}", highlight=False)
     if runs(guess):
         all(runs(size) for size in sizes if size > guess)
     else:

@@ -57,7 +57,7 @@ def require_writable(folder: Path, size: int = 1) -> None:
 
 @contextlib.contextmanager
 def writing(place: object, flag: str = "output_dir", fix: str = "choose a writable folder") -> Iterator[None]:
-    """Turn an `OSError` in this block into a `UserError`: `place` cannot be written."""
+    """Turn an `OSError` in this block into a `UserError` that says: `place` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -135,8 +135,8 @@ def _remedy(error: BaseException) -> str | None:
 
 def end_workers_that_cannot_send() -> None:
     """From now on, end a DataLoader worker that cannot send its batch, such as for lack of shared
-    memory. The hook is set for every multiprocessing queue. Python's own hook only prints the
-    error, and torch would wait for the batch forever.
+    memory. This replaces the error hook of all multiprocessing queues: Python's own hook only
+    prints the error, and torch would wait for the batch forever.
     """
     import multiprocessing  # imported here, so that commands without a DataLoader start fast
     from multiprocessing.queues import Queue

@@ -109,7 +109,7 @@ def _pass_on(number: int) -> None:
 
 
 def _exit_code_of(rank: int, code: int) -> int:
-    """Return the launcher's exit code. Print how a rank was killed: the rank could not do so."""
+    """Return the launcher's exit code. If a signal killed the rank, print that for the rank."""
     if code >= 0:
         return code
     if _received or -code in SIGNALS:  # the rank did not handle the signal yet

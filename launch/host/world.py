@@ -219,7 +219,7 @@ def _silence(store: Store, rank: int) -> Iterator[float]:
 
 
 def _last(store: Store, rank: int) -> str:
-    """Return a rank's last sign of life, a count and a name; empty if it gave none or has left."""
+    """Return a rank's last heartbeat, "COUNT NAME"; empty if the rank sent none or has left."""
     key = f"heartbeat/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -294,7 +294,7 @@ def process_group(run: RunSpec, world: World) -> Iterator[TrainingArguments]:
 
     Raises `Failure` if a rank does not join or answer within `ddp_timeout` seconds. Raises
     `UserError` if TrainingArguments refuse a value, or if the micro-batches of the ranks differ,
-    for example because each node has another fit.json, the file of `recipes fit`.
+    for example because the nodes have different copies of fit.json, the file of `recipes fit`.
     """
     import torch
 

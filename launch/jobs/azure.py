@@ -324,7 +324,7 @@ def _config(job: Job) -> str:
 def own_files(job: Job, found: Sequence[Problem] = ()) -> list[Path]:
     """Return the user's files that the job reads, relative to the current folder.
 
-    Raises `UserError` with the problems `found` and each file that would be missing on the nodes.
+    Raises `UserError` with all problems: those in `found`, and each file that the nodes would lack.
     """
     run, files = job.run, []
     problems = [*found, *the_folder_holds_a_model(replace(run, place=replace(run.place, packages=None)))]

@@ -107,7 +107,7 @@ def is_foreign(folder: Path, run: Json | None) -> bool:
 
 
 def listed(folder: Path) -> list[str]:
-    """List the files that a checkpoint has now, except manifest and marker, relative to `folder`.
+    """List a checkpoint's files, except manifest.json and Trainer's marker, relative to `folder`.
 
     The only hidden file of a checkpoint is FSDP's index; other hidden files are the file system's.
     """

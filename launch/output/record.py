@@ -116,9 +116,9 @@ FIELDS = {
     "exchanges_per_step": "how often processes synchronize gradients in an optimizer step",
     "samples_per_second": "examples per second, in steady steps",
     "tokens_per_second": "tokens per second, in steady steps",
-    "mfu": "model FLOPs utilisation; null for adapters, classifiers, unpacked rows, and if peak or FLOPs are unknown",
+    "mfu": "model FLOPs utilisation; null for adapters, classifiers, unpacked rows, unknown GPUs, and unknown FLOPs",
     "peak_memory_bytes": "peak memory, in bytes",
-    "peak_memory_of": "which memory peak_memory_bytes measures: of the first GPU or the first process",
+    "peak_memory_of": "which memory peak_memory_bytes measures: the first GPU's or the first process's",
 }
 
 

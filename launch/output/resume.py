@@ -187,7 +187,7 @@ def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
     newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if not old:
-        notes.append(f"{record.NAME} is missing or damaged: it cannot be checked that this is the same training")
+        notes.append(f"{record.NAME} is missing or damaged: a resume cannot check that this is the same training")
     if newest is None and own.get("began_from"):
         return _begun(Path(own["began_from"]), run, data_commit, notes)
     if _named(run):
@@ -220,7 +220,7 @@ def _from(
         name, done = "num_train_epochs", round((read_json(checkpoint.path / STATE)[0] or {}).get("epoch") or 0, 2)
     if done > math.ceil(run[name]):  # the checkpoint's model would pass for that of a shorter training
         what = f"{checkpoint.path.name} has trained {done:g} {name.split('_')[-1]} already, more than {run[name]:g}"
-        have_it = f"use --max_steps {checkpoint.step} to get its model"
+        have_it = f"use --max_steps {checkpoint.step} to get the checkpoint's model"
         raise _refused(run, what, f"{have_it}, an older --resume_from_checkpoint, or --fresh", name)
     kept, course = _changes(run, old)
     notes = [*notes, *checkpoint.notes]
@@ -313,10 +313,10 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
         elif fingerprints.differ(then, now[what]) and not (what == "data" and run["dataset_streaming"]):
             changed.setdefault(name, (f"{title(run[name]) or 'the standard library'} as it was", "as it is now"))
             _, is_commit, commit = str(then).partition("commit ")
-            remedies[name] = f"--model_revision {commit}, " if is_commit else "the same contents, "
+            remedies[name] = f"--model_revision {commit}, " if is_commit else "the earlier contents, "
     for name, (then, given) in changed.items():
         what = f"{named or run['output_dir']} holds a run with {name} {then}, not {given}"
-        others = "--resume_from_checkpoint, or none" if named else "--output_dir, or --fresh to archive that run"
+        others = "--resume_from_checkpoint, or omit it" if named else "--output_dir, or --fresh to archive that run"
         raise _refused(run, what, f"use {remedies.get(name, '')}another {others}")
     before, by = str(old.get("engine")), run.engine.title
     if "DeepSpeed" not in before + by:  # for FSDP, only its version matters

@@ -195,7 +195,7 @@ def _wrapped(line: str) -> str:
 
 
 def tables(found: Findings) -> dict[str, DataFrame]:
-    """Return non-empty tables, by caption. Cells are text; units are in headings or captions."""
+    """Map captions to non-empty tables. Cells are text; units are in the headings or captions."""
     every: dict[str, DataFrame] = {}
     for series in found.series:
         every |= {
@@ -292,7 +292,7 @@ def _page(found: Findings, pictures: Sequence[Picture], note: str) -> str:
 
 
 def summary_csv(found: Findings) -> str:
-    """Return a CSV with a row for each series and size, and a column for each known value."""
+    """Return a CSV: a row for each world size of each series, a column for each known value."""
     from pandas import DataFrame
 
     rows = [_flat(series, size) for series in found.series for size in series.sizes]
@@ -301,7 +301,7 @@ def summary_csv(found: Findings) -> str:
 
 
 def _flat(series: Series, size: Size) -> dict[str, object]:
-    """Return a size's typical timing and its analysis as one dict, which is a row of the CSV."""
+    """Return the typical timing and the analysis of a world size as one dict, a row of the CSV."""
     found: dict[str, object] = vars(size.typical) | {"timed": size.typical.timed or "epoch"}
     for name in ("name", "recipe", "scaling", "serial_fraction"):
         found[name] = getattr(series, name)

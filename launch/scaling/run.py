@@ -156,7 +156,7 @@ def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None
     earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
         then, now = next(iter(earlier)), shlex.join(argv)
-        what = f"{file} holds timings of {name} with {then or 'no flags'}, not {now or 'no flags'}"
+        what = f"{file} holds timings of {name} with {then or 'no flags'}; this run has {now or 'no flags'}"
         raise mistake("output", what, "choose another --output, or another --name for this training")
 
 

@@ -167,7 +167,7 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
     """Add a row to the file of `--measure`, print the summary, write the model card, then release
-    DDP or DeepSpeed. All ranks call this once run.json says "finished". Failures are only noted.
+    DDP or DeepSpeed. All ranks call this once run.json says "finished". Failures are only printed.
     """
     out, timings = console(world.is_main), {}
     with only_noted(world):

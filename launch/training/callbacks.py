@@ -236,12 +236,12 @@ class StepTiming(TrainerCallback):
         self._fold()
 
     def finish(self) -> None:
-        """After the last step, add up the seconds of each part of the steps; ignore later calls."""
+        """After the last step, add the last seconds to the parts, and ignore later marks."""
         self._fold(wait=True)
         self.on = False
 
     def _fold(self, wait: bool = False) -> None:
-        """Add up the seconds of the parts that the GPU has finished. With `wait`, wait for all."""
+        """Sum the seconds of parts that the GPU has finished. With `wait`, wait for all parts."""
         if wait and self._cuda:
             torch.cuda.synchronize()
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
@@ -250,7 +250,7 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """Return the part that the work after a step counts as. The part "end" is not reported."""
+    """Return the part as which the work after a step is timed. The part "end" is not reported."""
     if state.global_step >= state.max_steps:
         return "end"
     if control.should_save or control.should_evaluate:

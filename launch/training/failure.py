@@ -126,10 +126,10 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. Each rank prints its own `RankHangs`, `OutOfMemory`
-    or `StreamBroke`. Rank 0 alone prints a stop or another `Failure`. The first rank of each node
-    prints any other error, except a lost connection. Other ranks print such an error, and any rank
-    prints a lost connection, unless an earlier failure of another rank explains the error
-    (`is_spoken_for`), or all ranks meet it (`met_by_all`).
+    or `StreamBroke`. Rank 0 alone prints a stop or another kind of `Failure`. The first rank of
+    each node prints all its other errors, except a lost connection. Otherwise, a rank prints its
+    error unless an earlier failure of another rank explains it (`is_spoken_for`) or, without torch
+    elastic, all ranks meet the error (`met_by_all`).
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
         return True

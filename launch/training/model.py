@@ -151,12 +151,12 @@ def _refuses_flex(cls: type | None, config: Json) -> str:
     if cls is None or not getattr(cls, "_supports_flex_attn", False):
         return "the model has no flex attention"
     if any(value for name, value in text.items() if name in ("attention_dropout", "attn_pdrop")):
-        return "flex attention has no dropout"
+        return "flex attention does not support dropout"
     return "" if 16 <= width <= 128 else f"flex attention is not used for heads of {width} dimensions"
 
 
 def described(config: PreTrainedConfig) -> Json:
-    """Return the configuration as a dict. GPT-2's `n_embd` is in it as `hidden_size` too, etc."""
+    """Return the configuration as a dict. It holds GPT-2's `n_embd` also as `hidden_size`, etc."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
     content, text = {**config.to_dict(), **shared}, config
     with contextlib.suppress(ValueError):  # MusicGen has two text configurations

@@ -69,7 +69,7 @@ def trainer() -> Json:
 
 
 def accelerate() -> Json:
-    """Return the keys of an Accelerate YAML, of its sections, and DDP and accumulation kwargs."""
+    """Return the keys of an Accelerate YAML, its sections, and DDP and accumulation kwargs."""
     from accelerate import utils
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser

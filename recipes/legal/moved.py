@@ -38,7 +38,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     "padding_free": ("is not needed: packed rows have little padding", "packing"),
     **dict.fromkeys("lora use_lora".split(), (_OTHER, "use_peft")),
     "use_qlora": (_OTHER, "load_in_4bit, with use_peft"),
-    "use_rslora": ("is LoRA with a larger lora_alpha", "lora_alpha times sqrt(lora_r), rounded"),
+    "use_rslora": ("is LoRA with a larger lora_alpha", "multiply lora_alpha by sqrt(lora_r), and round it"),
     **dict.fromkeys("modules_to_save lora_modules_to_save".split(), ("is set to all new layers here", "leave it out")),
     "lora_rank": ("has another name here, as in peft", "lora_r"),
     "dataset": ("has TRL's name here", "dataset_name"),

@@ -128,7 +128,7 @@ _LIGER = frozenset(
 
 
 def model_class(model_type: str, task: str) -> str | None:
-    """The name of a model type's class for a task, such as `LlamaForCausalLM`, else None."""
+    """The class name of a model type for a task, such as `LlamaForCausalLM`; None if unknown."""
     return facts().get("model_classes", {}).get(task.upper(), {}).get(model_type)
 
 

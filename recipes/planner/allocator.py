@@ -155,7 +155,7 @@ def _up(size: int, to: int) -> int:
 
 
 class Requests:
-    """Allocations and frees in order. An event is a size to allocate, or -1 - n to free the nth."""
+    """Allocations and frees in order. An event is a size to allocate, or -1 - n to free block n."""
 
     def __init__(self) -> None:
         self.events: list[int] = []

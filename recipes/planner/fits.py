@@ -121,9 +121,9 @@ class Estimator:
             raise mistake("model", what, "use `recipes fit`, which measures the memory in real steps") from None
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
-        """Extrapolate a case's trace from copies of a small batch. Their number has no factor in
-        common with a dimension of the model (see `at_batch`). The small batch has one row or, with
-        Liger, the batch's odd factor: 3, 6 and 12 rows (factor 3) make equally many loss chunks.
+        """Extrapolate a case's trace from copies of a small batch. The number of copies shares no
+        factor with a dimension of the model (see `at_batch`). The small batch has one row or, with
+        Liger, as many as the batch's largest odd divisor: the loss then has equally many chunks.
         """
         from recipes.planner.trace import as_traced, trace_any
 
@@ -308,7 +308,7 @@ def share(run: RunSpec) -> int:
 
 
 def micro_batches(run: RunSpec) -> list[int]:
-    """List the micro-batches that keep the global batch, largest first; none above the user's."""
+    """List micro-batches that keep the global batch, largest first, none above the user's own."""
     most = run.batch.micro if asks_for_a_micro_batch(run) else share(run)
     return [size for size in _divisors(share(run)) if size <= most]
 

@@ -263,7 +263,7 @@ def few_bits(run: RunSpec) -> float | None:
 
 
 def optimizer_bytes_per_parameter(run: RunSpec) -> float:
-    """Return the optimizer's bytes per trained parameter, not sharded. Embeddings may take more."""
+    """Return optimizer bytes per trained parameter, before sharding. Embeddings may take more."""
     copy = FP32 if run.engine.kind == "deepspeed" else 0  # the fp32 copy of the parameter
     in_fp32 = copy or str(run["optim"]).removeprefix("paged_").startswith(_IN_FP32)
     return copy + moments_of(run) * (few_bits(run) or (FP32 if in_fp32 else trained_bytes(run)))

@@ -299,7 +299,7 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Return the case; drop PACKAGED if the model ignores it, compiling if it loops over tokens."""
+    """Return the case without PACKAGED if the model ignores it, and uncompiled if it has loops."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
@@ -357,7 +357,7 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
 def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
     """Return three short lengths if the model loops over tokens and the case is longer, else ().
 
-    Layers with a state loop over single tokens, or over chunks of 64, unless another package's
+    Recurrent layers loop over single tokens, or over chunks of 64, unless another package's
     kernels run: this function searches the model's source for such a loop. Sequences have at least
     12 tokens: a batch of shorter ones would hold so many states that they set an evaluation's peak.
     """
@@ -370,7 +370,7 @@ def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
 
 
 def with_layers(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
-    """Return a copy of `config` with only these layers. Cut lists of one value per layer too."""
+    """Return a copy of `config` with only these layers. Lists of a value per layer are cut too."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     before = text.num_hidden_layers
@@ -451,7 +451,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Return where the rows start that only `two` has. Raises `ValueError` if there are none."""
+    """Return the index where `two` has added rows. Raises `ValueError` if there are none."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:

@@ -138,7 +138,7 @@ def _share_rows(one: str, other: str) -> bool:
 
 
 def _slice(split: str) -> tuple[str, str, int, float] | None:
-    """The name, unit (% or none), start and end of a slice like `train[80%:]`, else None."""
+    """Return (name, unit, start, end) of a slice such as `train[80%:]`; None for other splits."""
     found = re.fullmatch(r"(\w+)\[(\d*)(%?):(\d*)(%?)\]", split)
     return found and (found[1], found[3] or found[5], int(found[2] or 0), float(found[4] or "inf"))
 
@@ -366,7 +366,7 @@ def attention_fits_the_machine(run):
         yield say("attn_implementation", what, fix)
     if flash and run.hardware.cuda and run["dtype"] == "float32" and mixed_precision(run) == "no":
         fix = "--bf16: the weights stay in fp32, and attention computes in 16 bits"
-        yield Problem("attn_implementation", "computes only in 16 bits, and this run computes in fp32", fix)
+        yield Problem("attn_implementation", "FlashAttention needs 16 bits, and this run computes in fp32", fix)
 
 
 # --- The model's class, which only train.py has imported ------------------------------------------

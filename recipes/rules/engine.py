@@ -1,8 +1,8 @@
 """Rules about the engine, its Accelerate YAML, DeepSpeed JSON or `fsdp_config`, and DDP's settings.
 
 These rules find settings with which a run silently trains something else, settings that depend on
-the GPU, and runs that hang or fail after minutes. The probe reports settings that the libraries
-refuse at once. The probe also compares the arguments with a DeepSpeed JSON, and with DeepSpeed's
+the GPU, and runs that hang or fail after minutes. `probe.py` reports settings that the libraries
+refuse at once. It also compares the arguments with a DeepSpeed JSON, and with DeepSpeed's
 defaults for keys that the JSON leaves out.
 """
 
@@ -39,7 +39,7 @@ _ON_GPUS = 'If the run will train on GPUs, check it with `recipes check --gpu "H
 
 @rule
 def single_engine_starts_one_process(run):
-    """`NO` ignores --num_processes and starts one process. So does `MULTI_CPU` without mpirun."""
+    """Type `NO` starts one process, despite --num_processes. So does `MULTI_CPU` without mpirun."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
         what = f"{run.engine.raw.get('distributed_type') or 'NO'} starts one process, but the run has {run.world_size}"
         is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
@@ -55,7 +55,7 @@ def each_process_has_a_gpu(run):
     """
     here, gpus = min(run.local_world_size, -(-run.world_size // _machines(run))), len(run.hardware.gpus)
     if run.hardware.cuda and run["ddp_backend"] != "gloo" and here > gpus:
-        what = f"{here} on this machine, which has only {plural(gpus, 'GPU')}"
+        what = f"{here} processes would run on this machine, which has only {plural(gpus, 'GPU')}"
         yield Problem("num_processes", what, f"--num_processes {gpus * _machines(run)}", "the launch")
     if run.engine.kind == "single" and run.world_size == 1 < gpus and not run["use_cpu"]:
         fix = f"{launch_with('standard.yaml')} --num_processes {gpus}"
@@ -269,7 +269,7 @@ def sixteen_bits_are_trained_by_a_stage(run):
         and (precision := mixed_precision(run)) in ("bf16", "fp16")
     ):
         subject, report = ("zero_optimization.stage", in_json) if run.engine.json else ("zero_stage", in_yaml)
-        what = f"0 gets different losses than DDP in {precision}: the optimizer starts one step ahead"
+        what = f"stage 0 gives different losses than DDP in {precision}: the optimizer starts one step ahead"
         yield report(run, subject, what, "use stage 1, or an engine without DeepSpeed")
 
 
@@ -282,8 +282,8 @@ _NOT_DIVIDED = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm
 
 @rule
 def tensor_parallelism_fits_the_run(run):
-    """With ZeRO-3 the run ends in `Check batch related parameters`. DeepSpeed divides adapters too:
-    the run then ends in `KeyError: Parameter containing` or `loss must be a scalar tensor`.
+    """Tensor parallelism with ZeRO-3 ends in `Check batch related parameters`. Adapters are
+    divided too, which ends in `KeyError: Parameter containing` or `loss must be a scalar tensor`.
 
     Seen on two CPU ranks: `dispatch_batches` multiplies the global batch by the group's size.
     Without `average_tokens_across_devices`, Trainer divides by a token count not summed over ranks.
@@ -305,8 +305,8 @@ def tensor_parallelism_fits_the_run(run):
     evaluates = run["task"] == "sequence_classification" and run["eval_strategy"] != "no"
     dispatches = is_true(accelerator_config(run).get("dispatch_batches"))
     for name, is_wrong, what, fix in (
-        ("use_peft", run["use_peft"], "does not train", "leave tensor_parallel out for LoRA"),
-        ("eval_strategy", evaluates, "its metrics count some examples twice and others never",
+        ("use_peft", run["use_peft"], "adapters cannot be trained", "leave tensor_parallel out for LoRA"),
+        ("eval_strategy", evaluates, "metrics would count some examples twice and others never",
          "leave tensor_parallel out, or --eval_strategy no"),
         ("accelerator_config", dispatches, f"dispatch_batches makes the global batch {size} times as large",
          "leave dispatch_batches out"),

@@ -92,7 +92,7 @@ def available(run: RunSpec, package: str) -> bool:
 
 
 def model_config(run: RunSpec) -> Mapping[str, Any] | None:
-    """The configuration of the loaded, demonstration or local model; None if it is unknown."""
+    """The configuration of the model: loaded, local or the demonstration's; None if unknown."""
     if run.model is not None:
         return run.model
     name = run["model_name_or_path"]

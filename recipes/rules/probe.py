@@ -374,7 +374,7 @@ def _optimizer(args: Any) -> Any:
 
 
 def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
-    """Build Trainer's schedule, or a DeepSpeed JSON's as DeepSpeed's `_scheduler_from_config`."""
+    """Build Trainer's schedule, or a DeepSpeed JSON's schedule as `_scheduler_from_config` does."""
     from transformers import get_scheduler
 
     steps = args.max_steps if args.max_steps > 0 else _STEPS
@@ -391,10 +391,10 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """Turn a library's error into a problem. Its subject is a setting that the message names and
-    the user wrote. If there is none, and a `file` with its `content` is given, the subject is a key
-    whose name or value is in the message, else the file. Without a file, the subject is a setting
-    in `about` ("a b c") that the user wrote, else one in the message, else TrainingArguments.
+    """Turn a library's error into a problem about a setting that the message names and the user
+    wrote. If there is none, and a `file` with its `content` is given, the subject is a key whose
+    name or value is in the message, else the file. Without a file, the subject is a setting in
+    `about` ("a b c") that the user wrote, else one in the message, else TrainingArguments.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)

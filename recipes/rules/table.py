@@ -37,7 +37,7 @@ Words = str | Callable[[RunSpec], str]
 
 
 def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
-    """Return a rule that reports `settings` if `when(run)` is true; if several, those that are on.
+    """Return a rule that reports `settings` if `when(run)`; of several settings, those that are on.
 
     A name in capitals is an environment variable. Any other name that is not a setting is a key of
     the YAML. `why` is the failure that the rule prevents; the default is `what`.
@@ -94,9 +94,9 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
     ("optim_args", lambda run: run["optim"] not in legal.names("optimizers_without_arguments"),
      "by {optim}", "use --adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay"),
     ("optim", lambda run: not (uses_deepspeed(run) and "optimizer" in (run.engine.json or {})),
-     "since the DeepSpeed JSON has its own optimizer", "remove optimizer from the JSON"),
+     "because the DeepSpeed JSON has its own optimizer", "remove optimizer from the JSON"),
     ("lr_scheduler_type", lambda run: not (uses_deepspeed(run) and "scheduler" in (run.engine.json or {})),
-     "since the DeepSpeed JSON has its own scheduler", "remove scheduler from the JSON"),
+     "because the DeepSpeed JSON has its own scheduler", "remove scheduler from the JSON"),
     ("load_best_model_at_end", lambda run: {run["eval_strategy"], run["save_strategy"]} != {"no"},
      "without evaluations: the last model is kept", "--eval_strategy steps --save_strategy steps"),
     ("torch_compile_mode", lambda run: (run["torch_compile_backend"] or "inductor").lower() == "inductor",
@@ -362,8 +362,8 @@ _ADVICE = (
                "leave use_seedable_sampler out", "A checkpoint lacks the sampler's state: a resume shuffles anew."),
     advice_row("a_stream_has_no_epochs", "dataset_streaming",
                lambda run: run["dataset_streaming"] and "epoch" in (run["save_strategy"], run["eval_strategy"]),
-               "has no epochs: --save_strategy or --eval_strategy epoch acts only once, at the end",
-               "--save_strategy steps, --eval_strategy steps", "A kill would lose everything."),
+               "a stream has no epochs: --save_strategy or --eval_strategy epoch acts only once, at the end",
+               "--save_strategy steps, --eval_strategy steps", "A killed run would have saved nothing."),
 
     # Costs time
     advice_row("compiling_needs_one_shape", "torch_compile", lambda run: compiles(run) and not run["packing"],
@@ -448,7 +448,7 @@ _OF_TRAIN_PY = (
               "is off, and train.py always trains", "leave it out", "train.py would train anyway."),
     error_row("evaluating_needs_data", "eval_on_start",
               lambda run: run["eval_on_start"] and run["eval_strategy"] == "no",
-              "has no data to evaluate on without eval_strategy", "--eval_strategy steps",
+              "needs an eval_strategy: without one, train.py loads no data to evaluate on", "--eval_strategy steps",
               "Training fails at its start: `ValueError: Trainer: evaluation requires an eval_dataset.`"),
     error_row("accuracy_is_computed_at_the_end", "batch_eval_metrics",
               lambda run: run["task"] == "sequence_classification" and run["batch_eval_metrics"],

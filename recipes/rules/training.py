@@ -65,7 +65,7 @@ _REPORTED_BY = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "", "ten
 
 @rule
 def reports_have_their_packages(run):
-    """Without the package, the run ends after loading: `... requires ... to be installed`."""
+    """Without a tracker's package, the run ends after loading: `... to be installed`."""
     asked = [run["report_to"]] if isinstance(run["report_to"], str) else run["report_to"] or []
     for name in (name for name in asked if name in legal.names("report_to")):
         modules = _REPORTED_BY.get(name, name).split()
@@ -139,7 +139,7 @@ def torch_has_kernels_for_the_card(run):
 
 @rule
 def warmup_ends_before_the_run(run):
-    """The learning rate silently never reaches its full value.
+    """With a longer warm-up, the learning rate silently never reaches its full value.
 
     If epochs set the length of the run, train.py calls `warmup_within` after loading the data.
     """
@@ -160,7 +160,7 @@ def warmup_within(run: RunSpec, steps: int) -> Iterator[Problem]:
 
 @rule_of_train_py
 def best_metric_is_reported(run):
-    """The first evaluation ends in `KeyError: The metric_for_best_model ... which is not found`."""
+    """An unreported metric ends the first evaluation in `KeyError: ... which is not found`."""
     wanted = run["metric_for_best_model"]
     if not wanted or run["eval_strategy"] == "no":
         return

@@ -120,7 +120,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
 
 
 def unknown(name: str, source: str) -> Problem:
-    """Return a problem: the name was renamed or removed, belongs elsewhere, or is misspelt."""
+    """Return the problem of an unknown name, which is renamed, removed, misplaced or misspelt."""
     if name in moved.RENAMED:
         what, new = moved.RENAMED[name]
         return Problem(name, what, f"--{new}" if source == COMMAND_LINE and new in legal.settings() else new, source)
@@ -138,7 +138,7 @@ def names_with_a_fix() -> set[str]:
 
 
 def belongs(name: str) -> str:
-    """Return the fix for a name that belongs elsewhere (another name or another place), or ''."""
+    """Return the fix for a misplaced name: the name or the place to use instead; else ''."""
     if name in legal.names("ddp") and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")

@@ -64,7 +64,7 @@ def find_yaml(name: str | Path, subject: str = "--accelerate_config", beside: st
 
 
 def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
-    """The user's default file, which `accelerate launch` reads without --config_file. Else None."""
+    """The file that `accelerate launch` reads without --config_file; None if the user has none."""
     names = ("default_config.yaml", "default_config.json")
     return next((file for name in names if (file := hf_home(environment) / "accelerate" / name).is_file()), None)
 

@@ -33,7 +33,7 @@ def identity(run: RunSpec) -> Json:
 
 
 def read(folder: str | Path) -> Json:
-    """Read fit.json in a folder, and add its path as `file`. {} if it is missing or damaged."""
+    """Return the content of a fit.json, with its path as `file`; {} if it is missing or damaged."""
     file = Path(folder) / FIT
     content = read_json(file)[0]
     return {**content, "file": str(file)} if content else {}

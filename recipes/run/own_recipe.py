@@ -160,7 +160,7 @@ def _of_a_recipe(name: str, value: Any, file: str) -> Decision:
 
 
 def _decision(name: str, pair: Any, file: str) -> Decision:
-    """Convert the value in (value, reason) to its setting's type. Raises `UserError` if illegal."""
+    """Convert the value in `pair` to its setting's type. Raises `UserError` for an illegal pair."""
     is_words = _is_pair(pair) and "list" in legal.settings()[name].types and isinstance(pair[0], str)
     if not _is_pair(pair) or (is_words and " " not in pair[1].strip()):  # [q_proj, v_proj] is a value, not a pair
         value = repr(pair) if isinstance(pair, (str, int, float)) else "value"

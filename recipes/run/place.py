@@ -55,7 +55,7 @@ def here(
 ) -> Place:
     """Describe this machine. `known` are fields of `Place` that the caller knows already.
 
-    The world size is the given one, else `num_processes` of the Accelerate YAML
+    The world size is `world_size` if given, else `num_processes` of the Accelerate YAML
     `accelerate_config`, else 1. Raises `UserError` if the YAML is missing, empty or no mapping.
     """
     yaml = from_yaml(find_yaml(accelerate_config)) if accelerate_config else None
@@ -86,8 +86,8 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
 
     The launch sets up an engine. train.py replaces that engine in two cases: the user gives
     `--deepspeed` or `--fsdp`; or the recipe shards or offloads, and the launch is plain DDP or one
-    process. One process ignores `--fsdp`, and FSDP needs GPUs. The sizes of process groups
-    are those of parallelism_config, else of the engine's YAML, else of the launcher's variables.
+    process. One process ignores `--fsdp`, and FSDP needs GPUs. Process groups get
+    their sizes from parallelism_config, else the engine's YAML, else the launcher's variables.
     """
     deepspeed, can_shard = given.get("deepspeed"), place.hardware.can_shard
     launch = _launched_engine(place) if place.launched else place.yaml or from_yaml(launch_yaml(recipe, deepspeed))
@@ -112,7 +112,7 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
 
 
 def _launched_engine(place: Place) -> Engine:
-    """Return the engine that a launcher has set up for this process; without a launcher, one
+    """Return the engine that a launcher has set up for this process; else the engine of one
     process. On a CPU, accelerate trains plain DDP in an FSDP launch of several processes.
     """
     ignored = () if place.hardware.can_shard else ("ACCELERATE_USE_FSDP",)
@@ -121,6 +121,6 @@ def _launched_engine(place: Place) -> Engine:
 
 
 def _inside(launch: Engine, engine: Engine) -> Engine:
-    """Return the `engine` that train.py sets up, with the processes and group sizes of `launch`."""
+    """Return `engine`, set up by train.py, with the process count and group sizes of `launch`."""
     sizes = replace(launch.parallelism, autotp=engine.parallelism.autotp)
     return replace(engine, num_processes=launch.num_processes, parallelism=sizes)

@@ -80,8 +80,8 @@ def began_from(output_dir: str, checkpoint: str) -> bool:
 
 
 def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems: list[Problem]) -> Json:
-    """Return the values for repeating a recorded run: those that the user wrote, the recipe and the
-    global batch, but no secrets and no _NOT_REPEATED. A needed secret not in `given` is a problem.
+    """Return the settings for repeating a run: those that the user wrote, the recipe and the global
+    batch, without secrets and _NOT_REPEATED. Report each needed secret that is not in `given`.
     """
     values = {name: entry["value"] for name, entry in record["settings"].items() if not is_derived(entry["source"])}
     values |= {name: _value(record, name) for name in ("recipe", "global_batch_size") if name in record["settings"]}

@@ -165,8 +165,8 @@ class RunSpec(Mapping):
     # --- Values that the user did not write ---
 
     def _layers(self, name: str) -> Iterator[tuple[str, Value | None]]:
-        """Yield candidates for a value that neither `given` nor `limits` holds, each with its
-        source. The first that is not None wins. Without such a value, the library's default holds.
+        """Yield (source, value) pairs for a setting that neither `given` nor `limits` holds. The
+        first value that is not None wins. If all are None, the library's default wins.
         """
         if name in BATCH_FIELDS:
             sizes = dict(zip(BATCH_FIELDS, (self.batch.total, self.batch.micro, self.batch.accumulation), strict=True))

@@ -43,7 +43,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """Return changes for a world size: first those that keep the global batch, then by gain.
+    """Return changes for a world size, sorted by gain; those that keep the global batch come first.
 
     If noise hides the causes, the only possible advice is a smaller world size.
     """
@@ -106,9 +106,9 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 
 def _volume_bound(row: Timing, waits: float) -> bool:
-    """True if sending a step's bytes takes longer than both twice the latency of its collectives
-    (the bandwidth measured for small messages includes latency) and a quarter of `waits`, the
-    seconds spent waiting (busy cores can cause the rest). False if a value is unknown.
+    """True if sending a step's bytes takes longer than a quarter of `waits`, the seconds spent
+    waiting (busy cores can cause the rest), and longer than twice the latency of all collectives
+    (the bandwidth measured for small messages includes latency). False if a value is unknown.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False

@@ -1,4 +1,4 @@
-"""The analysis of timings: find the rows of each training, and its speedup and efficiency per size.
+"""The analysis of timings: each training's rows, and its speedup and efficiency by world size.
 
 Rows of `scale run` name their kind of scaling. A job that adds a row with `--measure` does not know
 whether other jobs have the same global batch (strong scaling) or the same batch per process (weak),
@@ -143,7 +143,7 @@ def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list
 
 
 def _series(key: tuple[str, str, str], own: list[Timing], training: Training) -> Series:
-    """Return a series. Throughput counts samples; tokens if rows lack samples; else epochs."""
+    """Return a series. Throughput counts samples, or tokens if rows lack samples, else epochs."""
     count = next((count for count in ("samples", "tokens") if all(getattr(row, count) for row in own)), "")
     by_world = sorted(_grouped(own, lambda row: row.num_processes).items())
     sizes: list[Size] = []
@@ -200,7 +200,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def _typical(rows: Sequence[Timing]) -> Timing:
-    """Return a typical row: the median of each numeric column (the lower one for integers), and
+    """Return a typical row: the median of each numeric column (the lower median of integers), and
     the first text of each other column. A rank, host or device is left out if the rows differ.
     """
     found: dict[str, Any] = {}

@@ -106,7 +106,7 @@ def lost_time_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> 
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """Return "too noisy" if noise may hide the main cause, "" for a named cause, else `reason`."""
+    """Return "too noisy" if noise may hide the main cause, "" if one is named, else `reason`."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "too noisy"
@@ -235,7 +235,7 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
-    """Divide the lost computing time among its causes, in proportion to log(factor) of each."""
+    """Divide the lost computing time among causes in proportion to the log of each one's factor."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
     product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
@@ -271,7 +271,7 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
 
 
 def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
-    """Yield HIDDEN: the time of forward, backward and optimizer beyond one process's (`share`)."""
+    """Yield HIDDEN: forward, backward and optimizer time beyond `share`, one process's own time."""
     if row.forward is None or row.backward is None:
         return
     beside = row.forward + row.backward + (row.optimizer or 0.0)

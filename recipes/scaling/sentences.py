@@ -107,8 +107,8 @@ def _beside_one(size: Size) -> str:
 
 
 def law(series: Series) -> str:
-    """Name the best world size if a larger one is slower. Otherwise give the serial fraction, or
-    the reason why there is none. Empty for weak scaling, to which Amdahl's law does not apply.
+    """Name the best world size if a size is slower than a smaller one. Otherwise give the serial
+    fraction, or the reason why there is none; "" for weak scaling: Amdahl's law does not apply.
     """
     sizes, serial, best = series.sizes, series.serial_fraction, series.best
     first, last = sizes[0].num_processes, sizes[-1].num_processes

@@ -121,7 +121,7 @@ def name_of(run: Settings) -> str:
 def read(files: Iterable[str | Path]) -> list[Timing]:
     """Return the rows of all files. Rows without a column `name` get the name of their file.
 
-    Raises `UserError` for an unreadable file, for no rows, or with each wrong row's first mistake.
+    Raises `UserError` if a file cannot be read, if there are no rows, or if a row has a mistake.
     """
     rows: list[Timing] = []
     problems: list[Problem] = []

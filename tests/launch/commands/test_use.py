@@ -117,4 +117,4 @@ def test_recipes_generate_refuses_a_classifier_which_recipes_evaluate_accepts(ti
     data.write_text(data.read_text().replace('"b"', '"a"'))
     assert "the model knows only b, g" in answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)[1]
     (tmp_path / "out" / "config.json").unlink()
-    assert "its run has not ended. Fix: " in answered(capsys, "evaluate", tmp_path / "out")[1]
+    assert "its run has not finished. Fix: " in answered(capsys, "evaluate", tmp_path / "out")[1]

@@ -58,7 +58,7 @@ ROWS = {
     "another key for the content": ({"messages": [{"role": "user", "text": "a"}]}, "a message without content"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, *ANSWER]}, "content is not text"),
     "chats written as text": ({"conversations": "Hello"}, "not a list of messages"),
-    "an answer that is a number": ({"instruction": "2+2", "output": 4}, "holds 4 in the column 'output', which is not"),
+    "an answer that is a number": ({"instruction": "2+2", "output": 4}, "holds 4, which is not text, in the column"),
     "a call that is not JSON": ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is not a JSON object"),
     "a call with two objects": ({"messages": [*CHAT, TWO_OBJECTS]}, "several objects as arguments"),
     "tools that are not JSON": ({"messages": [*CHAT, *ANSWER], "tools": "f"}, "tools is not a JSON object"),

@@ -45,7 +45,7 @@ def test_missing_gpus_are_an_error_that_names_the_invalid_device_or_the_number_o
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,1")
     found = machine.visible_gpus(requested(gpus=1))
     assert found.status == "error"
-    assert found.found == "'2' in CUDA_VISIBLE_DEVICES=0,2,1 is no GPU or repeated; GPUs left: 1"
+    assert found.found == "'2' in CUDA_VISIBLE_DEVICES=0,2,1 names no GPU or repeats one; GPUs left: 1"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     found = machine.visible_gpus(requested(gpus=0))
     assert (found.status, found.found) == ("error", "nvidia-smi lists 2, but CUDA finds none")

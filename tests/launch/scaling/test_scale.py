@@ -136,7 +136,7 @@ def test_scale_run_says_that_nothing_was_measured_if_every_run_fails(tiny_model,
 def test_scale_run_refuses_an_output_folder_with_timings_of_another_training(tmp_path, capsys):
     append(tmp_path / "timings.jsonl", [Timing(1, 10.0, name="demonstration", command="--seed 1")])
     assert main(["scale", "run", "--learning_rate", "1", "--output", str(tmp_path)]) == 2
-    said = "holds timings of demonstration with --seed 1, not --learning_rate 1"
+    said = "holds timings of demonstration with --seed 1; this run has --learning_rate 1"
     assert said in " ".join(capsys.readouterr().err.split())
 
 

@@ -16,6 +16,10 @@ Value = Decision | Callable[[Any], Decision]  # a pair, or a function that retur
 
 _EVERYWHERE: Mapping[str, Value] = dict(
     restore_callback_states_from_checkpoint=(True, "a resume does not reset the count of early stopping"),
+    logging_nan_inf_filter=(
+        False,
+        "true hides a NaN and costs two host syncs per micro-batch; train.py stops at a logged NaN",
+    ),
     save_total_limit=(2, "the newest checkpoint, and the one before in case the newest is damaged"),
 )
 
@@ -94,10 +98,6 @@ def standard() -> Recipe:
             dtype=frozen_weights_in_16_bits,
             logging_steps=(5, "each log is an all-gather and a host sync"),
             logging_first_step=(True, "the loss before the first update, so that you can see it fall"),
-            logging_nan_inf_filter=(
-                False,
-                "true hides a NaN and costs two host syncs per micro-batch; train.py stops at a logged NaN",
-            ),
             ddp_find_unused_parameters=(
                 False,
                 "true searches the graph every step; only models that skip layers need it",

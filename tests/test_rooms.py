@@ -40,7 +40,7 @@ BUDGETS = {
     "recipes": 780,
     "recipes/legal": 484,
     "recipes/run": 1840,
-    "recipes/rules": 2421,
+    "recipes/rules": 2429,
     "recipes/planner": 3048,
     "recipes/scaling": 1160,
     "launch": 538,
@@ -50,10 +50,10 @@ BUDGETS = {
     "launch/explain": 400,
     "launch/fit": 256,
     "launch/host": 1142,
-    "launch/jobs": 1378,
-    "launch/output": 1455,
+    "launch/jobs": 1381,
+    "launch/output": 1457,
     "launch/scaling": 886,
-    "launch/training": 2273,
+    "launch/training": 2298,
 }
 
 

@@ -195,7 +195,7 @@ class Slurm(Target):
             command="\n".join(arguments(job)),
             container=self._container(job) if self.container_image else "",
             launcher=shlex.quote(self._launcher(job)),
-            options=" ".join([*options, "--kill-on-bad-exit=1", "--wait=60", "--label"]),
+            options=" ".join([*options, "--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--label"]),
             inside='"${container[@]}" ' if self.container_image else "",
             home="$home; " if self.container_image else "",
         )
@@ -214,7 +214,7 @@ class Slurm(Target):
         return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
     def _container(self, job: Job) -> str:
-        """Return bash that sets 2 commands: `container` starts the image, `home` runs inside first.
+        """Return bash that sets 2 commands: `container` starts the image; `home` runs first in it.
 
         apptainer (or singularity, with the same options) runs FILE.sif; pyxis, a plugin of srun,
         runs any other image. Both programs accept folders as SRC:DST,SRC:DST. The container uses
@@ -256,8 +256,11 @@ def _ask(words: list[str], text: str = "", tolerated: str = "") -> str:
     if shutil.which(words[0]) is None:
         fix = "repeat this command on a login node of the cluster"
         raise mistake("slurm", f"there is no {words[0]} on this machine", fix)
-    # Variables SBATCH_* would override the script that a dry run shows.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
+    # SBATCH_* would override the script that a dry run shows. SLURM_* of a job around this command
+    # would contradict it: srun accepts SLURM_MEM_PER_CPU or SLURM_MEM_PER_NODE, not both.
+    reach = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
+    own = {name for name in os.environ if name.startswith(("SBATCH_", "SLURM_")) and not name.startswith(reach)}
+    environment = {name: value for name, value in os.environ.items() if name not in own}
     done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
     if done.returncode != 0 and not (tolerated and tolerated in done.stderr):
         message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", done.stderr).split())

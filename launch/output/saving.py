@@ -1,5 +1,6 @@
 """A Trainer that completes each checkpoint's manifest once all files are flushed to the disk."""
 
+import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -80,8 +81,9 @@ class CommittingTrainer(Trainer):
             thread = ThreadPoolExecutor(1, thread_name_prefix=folder.name)
             self._saving = thread.submit(_complete, folder, names, self.limit, self.state.best_model_checkpoint)
             thread.shutdown(wait=False)  # the thread ends with its work
+        if self.args.push_to_hub or {"WANDB_LOG_MODEL", "HF_MLFLOW_LOG_ARTIFACTS"} & os.environ.keys():
+            self.finish_saving()  # what is uploaded, now or by a reporter's callback, is complete
         if self.args.push_to_hub:
-            self.finish_saving()
             super()._push_from_checkpoint(str(folder))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

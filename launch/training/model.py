@@ -280,6 +280,9 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedMode
         if folder := existing_path(name):  # absolute: an adapter saves this path, and may be loaded from any folder
             name = str(folder.resolve())
         model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):  # bitsandbytes 0.50: wrong gradients after an evaluation
+            layer.support_avx512bf16_for_cpu = False
     for weight, held, needed in (mismatched := sorted(info["mismatched_keys"])):
         if run["task"] != "sequence_classification" or (needed[0], *held[1:]) != (config.num_labels, *needed[1:]):
             what = f"{name} holds {weight} of shape {tuple(held)}, and its config.json describes {tuple(needed)}"

@@ -4,6 +4,8 @@ resume, with complete checkpoints, and without waiting for the GPU between logs.
 
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +109,8 @@ class RecipeTrainer(CommittingTrainer):
             with read_by(self.any_world):
                 output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except _MISFIT as error:
-            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error)
+            in_callback = any(frame.name == "call_event" for frame in traceback.extract_tb(error.__traceback__))
+            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error) or in_callback
             if resume_from_checkpoint is None or self.timing.steps_trained or other:
                 raise
             what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
@@ -115,6 +118,12 @@ class RecipeTrainer(CommittingTrainer):
             raise mistake("output_dir", what, fix) from None
         self.timing.finish()
         return output
+
+    def _finalize_training(self, *args, **kwargs):
+        for callback in self.callback_handler.callbacks:
+            if type(callback).__module__.startswith("transformers.integrations"):
+                callback.on_train_end = partial(_end_report, callback.on_train_end)
+        return super()._finalize_training(*args, **kwargs)
 
     def make_readable(self, checkpoint: Path | None) -> None:
         """Convert the checkpoint if this number of processes cannot read it. All ranks call this
@@ -277,7 +286,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         """Evaluate as Trainer does. If the earlier run was stopped during its last evaluation,
-        this run's first evaluation repeats that one, and updates the best model and the scheduler.
+        this run's first evaluation repeats that evaluation, and updates best model and scheduler.
         """
         owed, self._owed = self._owed, False
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler and not owed)
@@ -289,7 +298,8 @@ class RecipeTrainer(CommittingTrainer):
         """Return the current model's metrics, evaluated if needed; empty without held-out data."""
         if self.eval_dataset is None:
             return {}
-        return self.evaluations.get(self.model_step) or self.evaluate()
+        logged = {entry["step"]: entry for entry in self.state.log_history if "eval_loss" in entry}  # by earlier starts
+        return self.evaluations.get(self.model_step) or logged.get(self.model_step) or self.evaluate()
 
     # --- Checkpoints and the model at the end ----------------------------------------------------
 
@@ -405,6 +415,18 @@ def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) 
 # --- From a run to its Trainer --------------------------------------------------------------------
 
 
+def _end_report(on_train_end: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """End the report of wandb, MLflow, ... An error is only printed: the model is not saved yet.
+
+    With WANDB_LOG_MODEL, wandb's callback cannot save a model of DeepSpeed or FSDP (axolotl#1092).
+    """
+    try:
+        on_train_end(*args, **kwargs)
+    except Exception as error:  # each service has exceptions of its own
+        text = f"the training is finished, but its report is incomplete: {type(error).__name__}: {one_line(error)}"
+        print_note(text, console(stderr=True))
+
+
 def require_hub(run: Settings) -> None:
     """With --push_to_hub, create the run's repository if it is missing, and check, before hours of
     training, that the Hub accepts a push. Raises `UserError` with the Hub's own message.
@@ -443,7 +465,7 @@ def build_trainer(
     end_workers_that_cannot_send()
     fewest = run.batch.micro * run.data_parallel_size if run["dataloader_drop_last"] else 0
     if not isinstance(data.train, Stream) and len(data.train) < fewest:  # type: ignore[arg-type]
-        what = f"drops every example: the data has fewer than {fewest}, one micro-batch for each process"
+        what = f"drops every example: the data has fewer than {fewest} examples, one micro-batch for each process"
         raise mistake("dataloader_drop_last", what, "leave it out, or use a smaller --global_batch_size")
     if args.hub_token is not None:  # else Trainer writes it into training_args.bin; the model is loaded already
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None

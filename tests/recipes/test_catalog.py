@@ -89,6 +89,6 @@ def test_every_value_that_a_recipe_chooses_has_a_reason(recipe, hardware):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_keeps_two_checkpoints_and_its_shipped_accelerate_yaml_has_num_processes_1(recipe):
-    assert run_of(recipe)["save_total_limit"] == 2
+def test_a_recipe_keeps_two_checkpoints_hides_no_nan_and_its_accelerate_yaml_has_num_processes_1(recipe):
+    assert run_of(recipe)["save_total_limit"] == 2 and not run_of(recipe)["logging_nan_inf_filter"]
     assert from_yaml(shipped(RECIPES[recipe]().engine)).num_processes == 1

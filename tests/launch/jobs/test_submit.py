@@ -10,7 +10,7 @@ import pytest
 from launch.cli import main
 from launch.host.signals import EXIT_CODE
 from launch.jobs.local import Local
-from launch.jobs.slurm import Slurm
+from launch.jobs.slurm import Slurm, _ask
 from tests.support.hostile import HOSTILE, hostile_job, received
 from tests.support.jobs import job
 from tests.support.running import ROOT, losses, model_flags, read_record, run, train_here
@@ -30,6 +30,12 @@ RENDERED = {
     "slurm-1x1-pyxis.sbatch": lambda: PYXIS.render(job("fast")),
     "slurm-1x1-apptainer.sbatch": lambda: APPTAINER.render(job("fast", argv=("--output_dir", "/tmp/run"))),
 }
+
+
+def test_a_slurm_command_gets_no_variable_of_the_job_around_it(monkeypatch):
+    for name in (names := {"SLURM_MEM_PER_CPU", "SBATCH_PARTITION", "SLURM_CONF"}):
+        monkeypatch.setenv(name, "1")
+    assert names & {line.partition("=")[0] for line in _ask(["env"]).splitlines()} == {"SLURM_CONF"}
 
 
 @pytest.mark.parametrize("name", RENDERED)

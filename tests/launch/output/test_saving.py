@@ -3,6 +3,7 @@
 import errno
 import tempfile
 import threading
+import time
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def test_the_older_checkpoint_is_kept_until_the_new_checkpoint_is_complete(tiny_
     monkeypatch.undo()
     resumed = train_here(tiny_model, texts, tmp_path, *KEEPS_ONE)
     assert resumed.code == 0 and "checkpoint-2, step 2" in resumed.output
+
+
+def test_a_reporter_that_uploads_checkpoints_gets_complete_ones(tiny_model, texts, tmp_path, monkeypatch):
+    def on_save(self, args, state, control, **_):
+        uploaded.append(inspect(tmp_path / f"checkpoint-{state.global_step}").faults)
+
+    uploaded, commit = [], checkpoints.commit
+    monkeypatch.setattr(checkpoints, "commit", lambda *args: time.sleep(0.3) or commit(*args))
+    monkeypatch.setattr("transformers.trainer_callback.DefaultFlowCallback.on_save", on_save)
+    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "1")
+    assert train_here(tiny_model, texts, tmp_path, *SIX_STEPS).code == 0 and uploaded == [()] * 3
 
 
 def test_load_best_model_at_end_does_not_load_a_damaged_checkpoint(tiny_model, texts, tmp_path, monkeypatch):

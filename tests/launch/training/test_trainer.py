@@ -1,11 +1,12 @@
 """RecipeTrainer: what reaches DDP, what is counted, and that it does not wait for the device."""
 
 import types
+from unittest import mock
 
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType
-from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from launch.data.load import load_data
 from launch.host.world import World
@@ -109,6 +110,25 @@ def test_a_resumed_run_continues_the_early_stopping_count_with_the_new_patience(
     trainer._load_callback_state()
     (now,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback))
     assert (now.early_stopping_patience, now.early_stopping_patience_counter) == (50, 2)
+
+
+def with_reporter(event, model, data, folder, *flags):
+    """A trainer to which a service's callback was added that fails in this event."""
+    trainer = built(["--output_dir", str(folder), "--use_cpu", "true", *flags], model, data)
+    event = {event: mock.Mock(side_effect=ValueError("503"))}
+    trainer.add_callback(type("Reporter", (TrainerCallback,), {"__module__": "transformers.integrations.own", **event}))
+    return trainer
+
+
+def test_a_reporter_that_fails_at_the_end_leaves_a_note_and_a_model_to_save(tiny_model, texts, tmp_path, capsys):
+    trainer = with_reporter("on_train_end", tiny_model, texts, tmp_path, "--max_steps", "1")
+    assert trainer.train().global_step == 1 and "its report is incomplete: ValueError: 503" in capsys.readouterr().err
+
+
+def test_an_error_of_a_reporter_in_a_resume_blames_no_checkpoint(real_checkpoint, tiny_model, texts, tmp_path):
+    trainer = with_reporter("on_train_begin", tiny_model, texts, tmp_path, "--max_steps", "6")
+    with pytest.raises(ValueError, match=r"^503$"):
+        trainer.train(resume_from_checkpoint=str(real_checkpoint))
 
 
 # --- What Trainer alone does: if one of these fails, RecipeTrainer need not mend it any more ------

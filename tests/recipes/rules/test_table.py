@@ -43,6 +43,7 @@ FLAGS = {
     "evaluating_needs_data": ("--eval_on_start", "", EVAL),
     "accuracy_is_computed_at_the_end": (CLASSIFY, "--batch_eval_metrics", ""),
     "labels_have_one_name": (f"{EVAL} --label_names", "foo", "labels"),
+    "a_filtered_nan_stops_no_run": ("--logging_nan_inf_filter", "true", "false"),
     "only_the_demonstration_has_no_data": ("--model_name_or_path gpt2", "", "--dataset_name d"),
     "only_the_demonstration_has_no_model": ("--dataset_name d", "", "--model_name_or_path gpt2"),
     "learning_rates_are_usual": ("--model_name_or_path gpt2 --learning_rate", "2e-4", "2e-4 --use_peft"),
@@ -67,6 +68,8 @@ CASES |= {
     "fp16_needs_a_gpu": (Run("--fp16"), Run("--fp16", hardware=machine(T4))),
     "fp16_weights_cannot_be_unscaled": (
         Run("--dtype float16", hardware=machine(T4)), Run("--dtype float16 --fp16")),  # which does nothing on a CPU
+    "metrics_need_arrays": (
+        Run(f"{CLASSIFY} --eval_use_gather_object", world=2), Run(f"{CLASSIFY} --eval_use_gather_object")),
     "every_backward_pass_is_a_step": (
         Run("--optim lomo"), Run("--optim lomo --global_batch_size 4 --per_device_train_batch_size 4")),
     "the_schedule_works_under_deepspeed": (

@@ -88,3 +88,26 @@ def test_all_ranks_get_the_result_or_error_of_a_decision_of_rank_0(tmp_path):
     assert codes == [0, 0], output
     decided = [[line[8:] for line in output.splitlines() if line.startswith(f"rank {rank}: ")] for rank in (0, 1)]
     assert decided == [["0", "UserError", "PermissionError"], ["0", "UserError", "Failure"]]
+
+
+JOIN = """
+from launch.host.world import launched, process_group
+from recipes.errors import UserError
+from recipes.run import here, resolve
+
+world = launched()
+run = resolve(["--use_cpu", "--per_device_train_batch_size", str(4 - 2 * world.rank), "--output_dir", "out"], here())
+try:
+    with process_group(run, world):
+        print("joined")
+except UserError as error:
+    print(f"{error}\\n", end="", flush=True)
+"""
+
+
+def test_ranks_with_different_micro_batches_are_refused_with_the_smallest_as_the_fix(tmp_path, monkeypatch):
+    """Nodes with different GPUs have different copies of fit.json."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "join.py").write_text(JOIN)
+    output = run_ranks(2, dict(os.environ), [str(tmp_path / "join.py")])[1]
+    assert output.count("micro-batches: 2, 4") == output.count("Fix: --per_device_train_batch_size 2") == 2, output

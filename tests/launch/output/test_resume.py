@@ -172,7 +172,7 @@ def test_a_run_resumes_if_the_same_model_and_data_are_at_another_path(stopped, f
 
 
 def test_a_change_of_a_setting_that_the_run_does_not_use_does_not_prevent_a_resume(stopped, found):
-    assert found(stopped, *SIX_STEPS, "--lora_r", "8", "--bnb_4bit_quant_type", "fp4").step == 6
+    assert found(stopped, *SIX_STEPS, "--lora_r", "8", "--packing_strategy", "wrapped").step == 6
 
 
 def test_a_resume_after_the_last_evaluation_reports_the_recorded_eval_loss(tiny_model, texts, tmp_path, monkeypatch):
@@ -215,6 +215,13 @@ def test_an_output_dir_that_holds_a_run_with_other_settings_is_refused(status, f
     rewrite(finished, status=status)
     said = refused(asked(finished, *SIX_STEPS, "--optim", "sgd"))
     assert "with optim adamw_torch" in said and "another --output_dir, or --fresh" in said
+
+
+def test_a_packed_run_with_another_packing_strategy_is_refused(finished, asked):
+    settings = read_record(finished)["settings"]
+    rewrite(finished, settings={**settings, "packing": {**settings["packing"], "value": True}})
+    other = "--packing --packing_strategy wrapped".split()
+    assert "with packing_strategy bfd" in refused(asked(finished, *SIX_STEPS, *other))
 
 
 def test_an_output_dir_that_holds_a_run_whose_data_has_changed_is_refused(finished, asked, texts, tmp_path):

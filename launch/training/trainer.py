@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin, gather_object
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.lr_scheduler import LambdaLR
@@ -327,6 +329,14 @@ class RecipeTrainer(CommittingTrainer):
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def push_to_hub(self, *args, **kwargs):
+        """Push the model that `save_model` has written. Raises `Failure` if the Hub refuses it."""
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except (HTTPError, OSError) as error:
+            what = f"the model is in {self.args.output_dir}, but not on the Hub: {one_line(error)}"
+            raise Failure(f"{what} Give the same command again, or run `hf upload`.") from None
+
     def _issue_warnings_after_load(self, load_result) -> None:
         # Raise: Trainer would only warn, and continue with random values in the missing weights.
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -433,9 +443,6 @@ def require_hub(run: Settings) -> None:
     """
     if not run["push_to_hub"]:
         return
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
-
     api = HfApi(token=run["hub_token"])
     try:
         name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id

@@ -16,7 +16,8 @@ class Hub(BaseHTTPRequestHandler):
     """Knows one person by one token, who may write to their own repositories."""
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(content) if "create" in self.path else {"organization": "bob", "name": "a file"}
         owner = asked.get("organization") or "ann"
         self.server.asked.append(f"{owner}/{asked['name']}")
         self.answer(403 if owner == "bob" else 200, {"url": f"{self.server.address}/{owner}/{asked['name']}"})
@@ -70,3 +71,10 @@ def test_a_run_whose_push_the_hub_refuses_ends_before_it_reads_its_data(hub, tin
     outcome = train_here(tiny_model, texts, tmp_path, *flags)
     assert outcome.code == 2 and "push_to_hub: " in outcome.output
     assert "Traceback" not in outcome.output and "Tokenizing" not in outcome.output
+
+
+def test_a_push_that_the_hub_refuses_after_the_training_names_the_folder_of_the_model(hub, tiny_model, texts, tmp_path):
+    flags = "--push_to_hub --hub_model_id ann/new --hub_token hf_write --max_steps 1".split()
+    outcome = train_here(tiny_model, texts, tmp_path, *flags)
+    said = " ".join(outcome.output.split())
+    assert outcome.code == 1 and f"the model is in {tmp_path}, but not on the Hub: 403" in said and "Trace" not in said

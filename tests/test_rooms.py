@@ -40,7 +40,7 @@ BUDGETS = {
     "recipes": 780,
     "recipes/legal": 484,
     "recipes/run": 1840,
-    "recipes/rules": 2429,
+    "recipes/rules": 2435,
     "recipes/planner": 3048,
     "recipes/scaling": 1160,
     "launch": 538,
@@ -51,9 +51,9 @@ BUDGETS = {
     "launch/fit": 256,
     "launch/host": 1142,
     "launch/jobs": 1381,
-    "launch/output": 1457,
+    "launch/output": 1461,
     "launch/scaling": 886,
-    "launch/training": 2307,
+    "launch/training": 2304,
 }
 
 

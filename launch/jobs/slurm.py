@@ -258,9 +258,9 @@ def _ask(words: list[str], text: str = "", tolerated: str = "") -> str:
         raise mistake("slurm", f"there is no {words[0]} on this machine", fix)
     # SBATCH_* would override the script that a dry run shows. SLURM_* of a job around this command
     # would contradict it: srun accepts SLURM_MEM_PER_CPU or SLURM_MEM_PER_NODE, not both.
-    reach = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
-    own = {name for name in os.environ if name.startswith(("SBATCH_", "SLURM_")) and not name.startswith(reach)}
-    environment = {name: value for name, value in os.environ.items() if name not in own}
+    left_out = ("SBATCH_", "SLURM_") if "SLURM_JOB_ID" in os.environ else ("SBATCH_",)
+    kept = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
+    environment = {k: v for k, v in os.environ.items() if k.startswith(kept) or not k.startswith(left_out)}
     done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
     if done.returncode != 0 and not (tolerated and tolerated in done.stderr):
         message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", done.stderr).split())

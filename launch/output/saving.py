@@ -13,6 +13,10 @@ from launch.output.checkpoints import remove
 from recipes.mixture import title
 from recipes.run import Json, RunSpec
 
+# Variables with which the callbacks of wandb, MLflow, ClearML and DVCLive upload each checkpoint.
+_UPLOADS = ("WANDB_LOG_MODEL", "HF_MLFLOW_LOG_ARTIFACTS", "CLEARML_LOG_MODEL", "HF_DVCLIVE_LOG_MODEL")
+_YES = ("checkpoint", "all", "true", "yes", "1")
+
 
 class CommittingTrainer(Trainer):
     """Trainer that flushes and hashes a checkpoint's files in a thread during the next steps.
@@ -81,7 +85,7 @@ class CommittingTrainer(Trainer):
             thread = ThreadPoolExecutor(1, thread_name_prefix=folder.name)
             self._saving = thread.submit(_complete, folder, names, self.limit, self.state.best_model_checkpoint)
             thread.shutdown(wait=False)  # the thread ends with its work
-        if self.args.push_to_hub or {"WANDB_LOG_MODEL", "HF_MLFLOW_LOG_ARTIFACTS"} & os.environ.keys():
+        if self.args.push_to_hub or any(os.environ.get(name, "").lower() in _YES for name in _UPLOADS):
             self.finish_saving()  # what is uploaded, now or by a reporter's callback, is complete
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(folder))

@@ -124,7 +124,8 @@ class RecipeTrainer(CommittingTrainer):
     def _finalize_training(self, *args, **kwargs):
         for callback in self.callback_handler.callbacks:
             if type(callback).__module__.startswith("transformers.integrations"):
-                callback.on_train_end = partial(_end_report, callback.on_train_end)
+                for event in ("on_log", "on_evaluate", "on_train_end"):
+                    setattr(callback, event, partial(_report, getattr(callback, event)))
         return super()._finalize_training(*args, **kwargs)
 
     def make_readable(self, checkpoint: Path | None) -> None:
@@ -300,8 +301,7 @@ class RecipeTrainer(CommittingTrainer):
         """Return the current model's metrics, evaluated if needed; empty without held-out data."""
         if self.eval_dataset is None:
             return {}
-        logged = {entry["step"]: entry for entry in self.state.log_history if "eval_loss" in entry}  # by earlier starts
-        return self.evaluations.get(self.model_step) or logged.get(self.model_step) or self.evaluate()
+        return self.evaluations.get(self.model_step) or self.evaluate()
 
     # --- Checkpoints and the model at the end ----------------------------------------------------
 
@@ -425,13 +425,12 @@ def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) 
 # --- From a run to its Trainer --------------------------------------------------------------------
 
 
-def _end_report(on_train_end: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """End the report of wandb, MLflow, ... An error is only printed: the model is not saved yet.
-
-    With WANDB_LOG_MODEL, wandb's callback cannot save a model of DeepSpeed or FSDP (axolotl#1092).
+def _report(event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Report to wandb, MLflow, ... after the last step. An error is only printed, because the model
+    is not saved yet: such services may be unreachable (pytorch-lightning#6641).
     """
     try:
-        on_train_end(*args, **kwargs)
+        event(*args, **kwargs)
     except Exception as error:  # each service has exceptions of its own
         text = f"the training is finished, but its report is incomplete: {type(error).__name__}: {one_line(error)}"
         print_note(text, console(stderr=True))

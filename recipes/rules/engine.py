@@ -463,6 +463,11 @@ ROWS = (
     advice_row("nccl_timeout_is_an_argument", "NCCL_TIMEOUT", lambda run: "NCCL_TIMEOUT" in run.place.environment,
            "sets no timeout", "--ddp_timeout SECONDS",
            "Nothing reads NCCL_TIMEOUT: the process group's timeout is ddp_timeout."),
+    error_row("wandb_uploads_whole_models", "WANDB_LOG_MODEL",
+              lambda run: run.place.environment.get("WANDB_LOG_MODEL", "false").lower() not in ("", "false")
+              and run.engine.kind in ("deepspeed", "fsdp") and "wandb" in str(run["report_to"]),
+              "wandb cannot upload the model of DeepSpeed or FSDP", "unset WANDB_LOG_MODEL",
+              "After the last step, rank 0 alone gathers the model: `has no attribute 'save_checkpoint'`, or a hang."),
     advice_row("fsdp2_scatters_every_micro_batch", "accelerator_config",
            lambda run: fsdp_version(run) == 2 and run.world_size > 1 and not _scatters(run),
            "lets FSDP2 keep unsharded gradients on each GPU until the last micro-batch",

@@ -1,7 +1,6 @@
 """RecipeTrainer: what reaches DDP, what is counted, and that it does not wait for the device."""
 
 import types
-from unittest import mock
 
 import pytest
 import torch
@@ -113,15 +112,21 @@ def test_a_resumed_run_continues_the_early_stopping_count_with_the_new_patience(
 
 
 def with_reporter(event, model, data, folder, *flags):
-    """A trainer to which a service's callback was added that fails in this event."""
+    """A trainer to which a service's callback was added that fails in this event, not in a step."""
+
+    def fail(self, args, state, control, logs=None, **_):
+        if logs is None or "train_runtime" in logs:
+            raise ValueError("503")
+
     trainer = built(["--output_dir", str(folder), "--use_cpu", "true", *flags], model, data)
-    event = {event: mock.Mock(side_effect=ValueError("503"))}
-    trainer.add_callback(type("Reporter", (TrainerCallback,), {"__module__": "transformers.integrations.own", **event}))
+    methods = {"__module__": "transformers.integrations.own", event: fail}
+    trainer.add_callback(type("Reporter", (TrainerCallback,), methods))
     return trainer
 
 
-def test_a_reporter_that_fails_at_the_end_leaves_a_note_and_a_model_to_save(tiny_model, texts, tmp_path, capsys):
-    trainer = with_reporter("on_train_end", tiny_model, texts, tmp_path, "--max_steps", "1")
+@pytest.mark.parametrize("event", ["on_train_end", "on_log"])
+def test_a_reporter_that_fails_at_the_end_leaves_a_note_and_a_model_to_save(event, tiny_model, texts, tmp_path, capsys):
+    trainer = with_reporter(event, tiny_model, texts, tmp_path, "--max_steps", "1")
     assert trainer.train().global_step == 1 and "its report is incomplete: ValueError: 503" in capsys.readouterr().err
 
 

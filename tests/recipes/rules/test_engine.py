@@ -73,6 +73,8 @@ CASES = {
     "bf16_compression_needs_nccl": (Run("--ddp_comm_hook bf16", world=2), Run("--ddp_comm_hook fp16", world=2)),
     "backends_have_their_processes": (Run("--recipe baseline --ddp_backend gloo"), Run("--ddp_backend gloo", world=2)),
     "backends_have_their_hardware": (Run("--ddp_backend nccl", world=2), on_gpus("--ddp_backend nccl", world=2)),
+    "wandb_uploads_whole_models": (
+        Run(f"{DS} --report_to wandb", environment={"WANDB_LOG_MODEL": "end"}), Run(f"{DS} --report_to wandb")),
     "nccl_timeout_is_an_argument": (Run(environment={"NCCL_TIMEOUT": "60"}), Run(environment={"NCCL_DEBUG": "INFO"})),
     "yaml_keys_are_known": (Run(yaml=deepspeed("zero_stge: 3")), Run(yaml=deepspeed("zero_stage: 3"))),
     "sections_are_read": (

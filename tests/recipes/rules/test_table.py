@@ -15,6 +15,7 @@ RECOMPUTES = "--gradient_checkpointing --gradient_checkpointing_kwargs"
 EVEN = '--accelerator_config {"even_batches":false}'
 SPLIT = '--accelerator_config {"split_batches":true}'
 DISPATCHED = '--accelerator_config {"dispatch_batches":true}'
+GATHERED = f"--eval_use_gather_object {EVAL}"
 NUM_STEPS = '--accelerator_config {"gradient_accumulation_kwargs":{"num_steps":4}}'
 STREAM = "--dataset_name d --dataset_streaming --max_steps 9"
 WEIGHTED = "dataset_name: [{name: a, weight: 1}, {name: b, weight: 2}]"
@@ -69,7 +70,7 @@ CASES |= {
     "fp16_weights_cannot_be_unscaled": (
         Run("--dtype float16", hardware=machine(T4)), Run("--dtype float16 --fp16")),  # which does nothing on a CPU
     "metrics_need_arrays": (
-        Run(f"{CLASSIFY} --eval_use_gather_object", world=2), Run(f"{CLASSIFY} --eval_use_gather_object")),
+        Run(f"{CLASSIFY} {GATHERED}", yaml="standard.yaml"), Run(f"{CLASSIFY} {GATHERED}", yaml="single.yaml")),
     "every_backward_pass_is_a_step": (
         Run("--optim lomo"), Run("--optim lomo --global_batch_size 4 --per_device_train_batch_size 4")),
     "the_schedule_works_under_deepspeed": (

@@ -44,7 +44,7 @@ def test_every_file_path_in_a_readme_exists(file):
 
 
 @pytest.mark.parametrize("module", sorted(set(re.findall(r"python3? -m (tests[\w.]*)", TEXT))))
-def test_every_tests_module_that_a_readme_runs_with_python_m_exists(module):
+def test_each_module_of_tests_that_a_readme_runs_exists(module):
     spec = importlib.util.find_spec(module)
     assert spec is not None and (not spec.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__"))
 

@@ -155,7 +155,7 @@ def open_splits(run: Settings, part: Part, commit: str | None, shards: int = 1) 
 
 
 def _open(run: Settings, part: Part, commit: str | None) -> Mapping:
-    """Open the splits of a part of the data, each as a `Dataset` or as an `IterableDataset`."""
+    """Open the splits of one data set, each as a `Dataset` or as an `IterableDataset`."""
     name, config = part.name, part.config or run["dataset_config"]
     if not name:
         texts = demo_corpus()

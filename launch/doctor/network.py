@@ -56,7 +56,7 @@ def loopback() -> Check:
 
 
 def interfaces() -> dict[str, str]:
-    """Map the name of each network interface that is up to its first IPv4 address."""
+    """Map the name of each active network interface to its first IPv4 address."""
     found = [(name, one) for name, addresses in psutil.net_if_addrs().items() for one in reversed(addresses)]
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {name: one.address for name, one in found if name in up and one.family == socket.AF_INET}

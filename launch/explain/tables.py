@@ -116,7 +116,7 @@ TOPICS = {
             Variant("bf16, 1 micro-batch of 8", _AUTOCAST, 1, "bf16", clip="unscaled", goal="mixed precision (bf16)"),
             Variant("bf16, 4 of 2, no_sync", _BOTH, 4, "bf16", clip="unscaled", goal="both"),
             Variant("fp16, scaler, 4 of 2, no_sync", _IN_ORDER, 4, "fp16", scale=True, clip="unscaled"),
-            Variant("the same, clipped while scaled", _CLIPPED_SCALED, 4, "fp16", scale=True, clip="scaled"),
+            Variant("the same, clipped before unscaling", _CLIPPED_SCALED, 4, "fp16", scale=True, clip="scaled"),
         ),
         ("every gradient is clipped to a norm of 1", *_OF_16_BITS),
     ),
@@ -131,7 +131,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Measure a topic and print its table. Raise `Failure` if a rank failed."""
+    """Measure and print the table of a topic. Raise `Failure` if a rank failed."""
     topic, hardware = TOPICS[options.topic], read_hardware()
     device = "cuda" if len(hardware.gpus) >= RANKS else "cpu"
     print(f"{options.topic}: {topic.what}\n{hardware}: {RANKS} processes measure on {device}", flush=True)

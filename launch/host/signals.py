@@ -82,7 +82,7 @@ def ignore_stop_requests() -> None:
 def is_spoken_for(met_by_all: bool = False) -> bool:
     """True if this failed rank need not print its error. Under torch elastic, wait 10 s for the
     SIGTERM that torch sends if a rank failed earlier and has printed why. Without torch elastic,
-    return `met_by_all`: if all ranks meet the error, the first rank of each node prints it.
+    return `met_by_all`: an error that all ranks meet is printed by the first rank of each node.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return met_by_all

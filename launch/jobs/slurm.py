@@ -146,7 +146,7 @@ class Slurm(Target):
         return "python3" if self.venv or self.module or self.container_image else sys.executable
 
     def place(self, processes: int | None, nodes: int = 1, accelerate_config: str | None = None) -> Place:
-        """Return nodes with assumed GPUs. Raises `UserError` if --gpus_per_node is wrong."""
+        """Return the nodes, with assumed GPUs. Raises `UserError` for a wrong --gpus_per_node."""
         found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
         if found is None:
             what = f"{self.gpus_per_node!r} is neither N nor TYPE:N"

@@ -426,8 +426,8 @@ def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) 
 
 
 def _report(event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Report to wandb, MLflow, ... after the last step. An error is only printed, because the model
-    is not saved yet: such services may be unreachable (pytorch-lightning#6641).
+    """Report to wandb, MLflow, ... after the last step. Such a service may be unreachable
+    (pytorch-lightning#6641): the error is only printed, because the model is not saved yet.
     """
     try:
         event(*args, **kwargs)

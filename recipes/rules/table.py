@@ -267,7 +267,7 @@ _ERRORS = (
               "mixed_precision: 'no'",
               "Only a log reports: `insufficient for FP8 mixed precision training ... Will use FP16 instead.`"),
     error_row("fp16_weights_cannot_be_unscaled", "dtype", _unscales_its_weights,
-              "float16 weights cannot be trained with fp16", "--dtype float32: fp16 still computes in 16 bits",
+              "float16 weights cannot be trained with fp16", "use --dtype float32; compute stays in fp16",
               "The first step fails: `ValueError: Attempting to unscale FP16 gradients.`"),
 
     # Compilation
@@ -297,12 +297,12 @@ _ERRORS = (
               lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == "no" != run["save_strategy"],
               "needs evaluations to find the best model",
               _evaluations,
-              "After the imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
+              "Fails after imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
     error_row("the_best_model_is_saved", "load_best_model_at_end",
               lambda run: run["load_best_model_at_end"]
               and run["save_strategy"] not in (run["eval_strategy"], "best") and run["eval_strategy"] != "no",
               "needs a model saved at each evaluation", "--save_strategy {eval_strategy}",
-              "After the imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
+              "Fails after imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
     error_row("saving_the_best_needs_evaluation", "save_strategy",
               lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
               "'best' needs evaluations, and a metric to compare them",

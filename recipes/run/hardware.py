@@ -69,7 +69,7 @@ def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
     The number is the process's CPU affinity or its container's limit, whichever is lower.
     `docker --cpus` and Kubernetes' `limits` restrict CPU time, which the affinity does not show. A
-    limit of 1.5 cores counts as 1. joblib.cpu_count reads the same file, but is slow to import.
+    limit of 1.5 cores counts as 1. joblib.cpu_count reads both, but is slow to import.
     """
     affine = hasattr(os, "sched_getaffinity")  # the cores of a Slurm job or container, not of the machine
     cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1

@@ -102,9 +102,9 @@ def to_repeat(record: Json, given: Mapping[str, Setting], place: Place, problems
 
 
 def otherwise_here(record: Json, derived: RunSpec, place: Place) -> Json:
-    """Return the recorded values that differ from `derived`, the run that the user's settings give
-    here. Omit files, secrets, illegal values and another machine's decisions. Of the batch sizes,
-    return only the micro-batch, and only if the world size is equal.
+    """Return the recorded values that differ from `derived`, the user's settings resolved on this
+    machine. Omit files, secrets, illegal values and another machine's decisions. Of the batch
+    sizes, return only the micro-batch, and only at the recorded world size.
     """
     values = {}
     skipped = {"fit", *_NOT_REPEATED, *BATCH_FIELDS, *at_a_place(record)}

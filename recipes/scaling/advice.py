@@ -99,7 +99,7 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the hidden part
     if row.sync_bytes and _volume_bound(row, waits) and "ddp_comm_hook" not in row.command:
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
-        why = f"{hook} halves the {megabytes(row.sync_bytes)} that a step sends; sending takes longer than the latency"
+        why = f"{hook} halves the {megabytes(row.sync_bytes)} that a step sends; the limit is bandwidth, not latency"
         title, less = f"compress gradients to {hook} on the wire", waits - max(0.0, waits - whole / 2)
         yield _shorter("compression", title, why, row, step, less, {"ddp_comm_hook": hook})
     yield from _accumulation(row, step, waits)

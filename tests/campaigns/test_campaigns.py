@@ -115,11 +115,11 @@ def test_the_campaign_reports_a_setting_that_a_rule_calls_ignored_but_that_chang
     assert RULE in compared(RULE, 2.4, beside=AT_ITS_WORD).disagreement
 
 
-def test_a_refusal_of_a_run_that_trains_counts_as_unproven_if_its_rule_is_listed_as_unproven():
+def test_refusing_a_run_that_would_train_counts_as_unproven_if_the_rule_is_listed_so():
     assert compared(AT_ITS_WORD, 2.4).unproven and not compared(AT_ITS_WORD, 2.4).disagreement
 
 
-def test_each_rule_listed_as_shown_has_a_test_of_what_really_happens_without_the_rule():
+def test_each_rule_that_the_campaign_need_not_prove_has_a_test_of_its_real_failure():
     tests = "".join(file.read_text() for file in (ROOT / "tests/recipes/rules").glob("test_*.py"))
     assert {*SHOWN} <= {*re.findall(r'assert_fires\(\s*"(\w+)"', tests), *test_table.SILENT}
 

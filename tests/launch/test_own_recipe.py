@@ -22,13 +22,6 @@ def test_show_prints_values_reasons_and_inherited_values_of_a_users_recipe(capsy
     assert "save_total_limit 2 recipe standard " in printed
 
 
-@pytest.mark.parametrize("words", [["mine.yaml", "--diff", "standard"], ["standard", "--diff", "mine.yaml"]])
-def test_show_diff_of_a_users_recipe_and_its_base_lists_only_the_changed_settings(words, capsys):
-    assert main(["show", *words]) == 0
-    printed = capsys.readouterr().out
-    assert "logging_steps" in printed and "save_total_limit" not in printed
-
-
 def test_plan_recommends_a_users_recipe_with_a_command_that_names_the_file(capsys):
     assert main(["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml", "--max_length", "128"]) == 0
     (command,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  recipes train "))
@@ -44,12 +37,6 @@ def test_show_check_plan_and_submit_exit_with_2_for_a_mistake_in_a_users_recipe(
     for words in (["show", "mine.yaml"], ["check", "--recipe", "mine.yaml"], plan, submit):
         assert main(words) == 2
         assert "loging_steps" in (error := capsys.readouterr().err) and "Fix: logging_steps" in error
-
-
-@pytest.mark.parametrize("target", [["local"], ["slurm", "--gpus_per_node", "1"]])
-def test_the_command_of_a_local_or_slurm_job_passes_the_file_of_a_users_recipe(target, capsys):
-    assert main(["submit", *target, "--recipe", "mine.yaml", "--dry_run"]) == 0
-    assert "--recipe mine.yaml" in capsys.readouterr().out
 
 
 def test_run_json_records_a_users_recipe_and_its_file(tiny_model, texts, tmp_path):

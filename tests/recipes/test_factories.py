@@ -32,10 +32,6 @@ def test_every_recipe_function_returns_training_arguments_with_a_global_batch_of
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 2 == 16
 
 
-def test_keyword_arguments_of_a_recipe_function_override_its_values(tmp_path):
-    assert recipes.fast(str(tmp_path), logging_steps=3).logging_steps == 3
-
-
 def test_args_class_gets_the_recipes_values_of_its_fields_and_keeps_its_own_defaults(tmp_path):
     args = recipes.fast(str(tmp_path), args_class=LikeTrl, loss_type="dft")
     assert isinstance(args, LikeTrl)

@@ -144,7 +144,7 @@ def test_compare_marks_a_change_of_step_time_that_noise_alone_can_make(times, ma
 # --- Against a target -----------------------------------------------------------------------------
 
 
-def test_compare_exits_with_0_only_if_a_single_run_meets_every_metric_target(runs, answer):
+def test_compare_exits_with_0_only_if_one_and_the_same_run_meets_every_metric_target(runs, answer):
     losses = {name: read_record(runs / name)["eval_loss"] for name in ("plain", "changed")}
     better, worse = sorted(losses, key=losses.__getitem__)
     assert _less_is_better("eval_mse") and not _less_is_better("eval_accuracy")

@@ -79,12 +79,6 @@ def test_texts_of_a_csv_stay_as_they_are_where_pandas_would_read_numbers(tmp_pat
     assert [tokenizer.decode(one, skip_special_tokens=True) for one in ends] == ["yes", "007", "1.50"]
 
 
-def test_train_and_test_split_may_be_slices_of_one_file(tmp_path, tokenizer):
-    splits = {"dataset_train_split": "train[:80%]", "dataset_test_split": "train[80%:]", "eval_strategy": "epoch"}
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, texts(*"abcdefghij")), **splits), tokenizer)
-    assert (len(data.train), decoded(tokenizer, data.eval)) == (8, ["i<|endoftext|>", "j<|endoftext|>"])
-
-
 def test_dataset_test_split_is_not_read_without_eval_strategy(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_test_split="nowhere")
     assert load_data(run, tokenizer).eval is None

@@ -84,14 +84,6 @@ def test_tokens_are_reused_if_only_the_seed_or_packing_or_max_length_changed(tmp
         load_data(run_with(dataset_name=name, **chosen), tokenizer)
 
 
-def test_tokens_and_labels_of_a_classifier_are_cached_and_reused(tmp_path, tokenizer, never_encoded):
-    path = jsonl(tmp_path, [{"text": word, "label": number % 2} for number, word in enumerate(WORDS)])
-    run = run_with(dataset_name=path, task="sequence_classification")
-    first = load_data(run, tokenizer).train
-    never_encoded()
-    assert list(load_data(run, tokenizer).train) == list(first) and len(first) == 1000
-
-
 def test_another_max_length_tokenizes_a_classifiers_texts_again(tmp_path, tokenizer):
     path = jsonl(tmp_path, [{"text": "long text", "label": number} for number in (0, 1)])
     for longest in (6, 4):
@@ -108,7 +100,7 @@ def test_a_changed_data_file_is_tokenized_again_even_if_its_mtime_is_unchanged(t
     assert decoded(tokenizer, load_data(run_with(dataset_name=path), tokenizer).train) == ["new<|endoftext|>"]
 
 
-def test_another_text_column_chat_template_or_code_version_tokenizes_anew(tmp_path, tokenizer, monkeypatch):
+def test_a_new_text_column_or_chat_template_or_code_version_tokenizes_anew(tmp_path, tokenizer, monkeypatch):
     name = jsonl(tmp_path, [{"text": "a", "body": "b", "messages": None}, {**CHATS[0], "text": None}])
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -10,19 +9,7 @@ import yaml
 from launch.jobs.azure import Azure, training_in
 from launch.jobs.local import Local
 from launch.jobs.slurm import Slurm
-from tests.support.hostile import hostile_job, received
 from tests.support.jobs import job
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_job_starts_train_py_only_if_the_doctor_preflight_passes(fails, broken_torch, tmp_path):
-    text = Local().render(replace(hostile_job(["a b"], tmp_path), preflight=True))
-    environment = broken_torch if fails else None
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environment)
-    assert done.returncode == fails and ("failed: 1 of" if fails else "healthy: ") in done.stdout, done.stderr
-    assert (tmp_path / "words.json").exists() != fails and "Traceback" not in done.stdout + done.stderr
-    assert fails or received(tmp_path) == ["a b"]
 
 
 @pytest.mark.parametrize(("target", "nodes"), [(Local(), 1), (Slurm(venv="/v"), 1), (Slurm(), 2)])

@@ -67,7 +67,7 @@ def main(folder):
 """
 
 
-def test_an_interrupt_while_child_processes_are_asked_ends_them_and_their_children(module):
+def test_an_interrupt_while_child_processes_work_ends_them_and_their_children(module):
     with pytest.raises(KeyboardInterrupt), processes.ask(module(FAMILY), [None]) as (child,):
         wait_for("the process to start a child", child.end)
         pids = [int(word) for word in child.end().split()]

@@ -42,7 +42,7 @@ def orphan(tiny_model, texts, tmp_path):
         os.killpg(group, signal.SIGKILL)
 
 
-def test_a_local_run_survives_the_kill_of_recipes_submit_and_status_and_logs_find_it(orphan, tiny_model, texts, capsys):
+def test_status_and_logs_find_a_local_run_that_survived_the_kill_of_recipes_submit(orphan, tiny_model, texts, capsys):
     folder, group = orphan
     assert "local" in status(folder, capsys) and "running" in status(folder, capsys)
     second = ["submit", "local", "--", *model_flags(tiny_model, texts), "--output_dir", str(folder)]

@@ -13,10 +13,11 @@ from launch.jobs.local import Local
 from launch.jobs.slurm import Slurm, _ask
 from tests.support.hostile import HOSTILE, hostile_job, received
 from tests.support.jobs import job
-from tests.support.running import ROOT, model_flags, read_record
+from tests.support.running import ROOT, losses, model_flags, read_record, run, train_here
 from tests.support.waiting import PATIENCE
 
 GOLDEN = ROOT / "tests" / "launch" / "jobs" / "golden"
+STEPS = "--max_steps 4 --learning_rate 1e-3 --logging_steps 1".split()
 
 FULL = Slurm(
     partition="gpu", account="lab", time="1-00:00:00", gpus_per_node="a100:4", cpus_per_task=32, module=("cuda/12.6",)
@@ -72,6 +73,17 @@ def test_train_py_gets_special_characters_unchanged_in_a_local_job(tmp_path):
     text = Local().render(hostile_job(HOSTILE, tmp_path))
     subprocess.run(["bash", "-c", text], check=True, cwd=tmp_path)
     assert received(tmp_path) == HOSTILE and not (tmp_path / "broken").exists()
+
+
+@pytest.mark.slow
+def test_the_script_printed_by_a_dry_run_trains_to_the_losses_of_one_process(tiny_model, texts, tmp_path):
+    flags = [*model_flags(tiny_model, texts), *STEPS, "--output_dir", str(tmp_path / "out")]
+    words = ["submit", "local", "--processes_per_node", "2", "--dry_run"]
+    assert main([*words, "--output", str(tmp_path / "job.sh"), "--", *flags]) == 0
+    assert not (tmp_path / "out").exists()
+    by_hand = run(["bash", str(tmp_path / "job.sh")], tmp_path / "out", cwd=tmp_path)
+    assert (by_hand.code, by_hand.record.get("world_size")) == (0, 2), by_hand.output
+    assert losses(by_hand) == pytest.approx(losses(train_here(tiny_model, texts, tmp_path / "alone", *STEPS)), rel=1e-4)
 
 
 @pytest.mark.slow

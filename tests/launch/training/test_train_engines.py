@@ -77,8 +77,8 @@ def test_each_engine_has_the_losses_of_one_process(title, engine, processes, one
 @NEEDS_COMPILER[0]
 def test_recipe_memory_launched_with_a_ddp_yaml_starts_deepspeed_itself(tiny_model, texts, tmp_path):
     flags = ["--recipe", "memory", *model_flags(tiny_model, texts), "--max_steps", "2"]
-    outcome = launch(*flags, output=tmp_path, processes=1, config="standard.yaml")
-    assert outcome.record["engine"] == "DeepSpeed ZeRO-2, optimizer offload"
+    assert launch(*flags, output=tmp_path, processes=1, config="standard.yaml").code == 0
+    assert (tmp_path / "checkpoint-2" / "latest").exists()  # a file of DeepSpeed
 
 
 @pytest.mark.parametrize("end", [42, 36])

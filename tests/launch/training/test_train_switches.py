@@ -24,19 +24,8 @@ def test_the_loss_falls_with_8_bit_adam_with_lora_and_with_qlora(switch, tiny_mo
     assert (tmp_path / "model.safetensors").exists() != adapts
 
 
-@pytest.mark.slow
-def test_qlora_with_8_bit_adam_and_the_fp16_ddp_comm_hook_trains_on_two_ranks(tiny_model, texts, tmp_path):
-    flags = "--use_peft --load_in_4bit --optim adamw_bnb_8bit --ddp_comm_hook fp16".split()
-    outcome = launch_quickly(*model_flags(tiny_model, texts), *STEPS, *flags, output=tmp_path)
-    assert (outcome.code, outcome.record["world_size"]) == (0, 2), outcome.output
-    assert losses(outcome)[-1] < losses(outcome)[0]
-
-
-@pytest.mark.parametrize(
-    "four_bits", [(), pytest.param(("--load_in_4bit",), marks=pytest.mark.slow)], ids=["dora", "qdora"]
-)
-def test_dora_trains_one_magnitude_for_each_output_feature_of_a_linear_layer(four_bits, tiny_model, texts, tmp_path):
-    flags = [*STEPS[2:], "--lr_scheduler_type", "constant", *DORA, *four_bits, "--max_steps"]
+def test_dora_trains_one_magnitude_for_each_output_feature_of_a_linear_layer(tiny_model, texts, tmp_path):
+    flags = [*STEPS[2:], "--lr_scheduler_type", "constant", *DORA, "--max_steps"]
     train_here(tiny_model, texts, tmp_path, *flags, "3")
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert {tuple(weight.shape) for name, weight in saved.items() if "magnitude" in name} == {(32,), (64,)}

@@ -19,7 +19,7 @@ def test_the_global_batch_is_split_exactly_with_the_largest_micro_batch_up_to_th
 
 
 @given(total=st.integers(1, 4096), world=worlds, cap=caps, given=st.sampled_from(["", "micro", "accumulation"]))
-def test_a_global_batch_that_cannot_be_split_is_refused_with_global_batches_that_can_be(total, world, cap, given):
+def test_the_error_for_a_global_batch_that_cannot_be_split_names_some_that_can(total, world, cap, given):
     sizes = {given: 3} if given else {}
     try:
         assert split(total, world, cap, **sizes).total == total

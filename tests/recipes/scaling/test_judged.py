@@ -13,7 +13,6 @@ from random import Random
 
 import pytest
 
-from recipes.scaling.advice import advise
 from recipes.scaling.analyse import Series, Size, analyse
 from recipes.scaling.causes import CAUSES as NAMED
 from recipes.scaling.timings import Timing
@@ -139,9 +138,3 @@ def test_at_least_98_percent_of_simulated_verdicts_are_right_or_rightly_undecide
     assert outcomes["right"] + outcomes["undecided"] >= 0.98 * len(verdicts), outcomes
     measured_whole = Counter(outcome for case, _, outcome in verdicts if case.kind not in HIDDEN)
     assert measured_whole["right"] >= 0.9 * measured_whole.total()
-
-
-def test_if_noise_hides_the_cause_of_lost_time_the_only_advice_is_to_use_fewer_processes(verdicts):
-    noisy = [case for case, size, _ in verdicts if size.losses.undecided == "too noisy"]
-    advised = {one.key for case in noisy for one in advise(strong(case.rows).sizes[-1], strong(case.rows))}
-    assert noisy and advised <= {"fewer"}  # fewer processes are faster by more than the repeats differ

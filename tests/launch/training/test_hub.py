@@ -44,6 +44,7 @@ def hub(monkeypatch):
         server.asked, server.address = [], f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # knows the endpoint of its first use
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         yield server
         server.shutdown()

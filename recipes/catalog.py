@@ -255,7 +255,7 @@ def prefetch_with_workers(run) -> Decision:
 
 def static_graph_without_accumulation(run) -> Decision:
     if run["gradient_accumulation_steps"] == 1:
-        return True, "accumulation is 1: one backward per step, which DDP plans once"
+        return True, "accumulation is 1: every step has one backward, so DDP plans it once and reuses the plan"
     return False, "a static graph aborts with accumulation above 1"
 
 

@@ -347,8 +347,8 @@ def leave_group() -> None:
     """Leave the process group, if there is one, after gloo's threads have dropped their tensors.
 
     To drop a tensor, a thread needs the GIL, but the group's destructor holds the GIL and waits for
-    the thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13). Without the pause, one
-    rank in thousands of trainings hung for ever, because a collective came just before the end.
+    the thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13). Without this wait, a
+    collective just before the end made one rank in thousands of trainings hang for ever.
     """
     import torch
 

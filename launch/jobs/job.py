@@ -238,7 +238,7 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float 
 
 
 def last_line(log: str) -> str:
-    """Return a log's last line about a step, or else its last line. A URL is returned unchanged."""
+    """Return a log's last line about a step, or else its last line; if `log` is a URL, the URL."""
     if not Path(log).is_file():
         return log if "://" in log else ""
     lines = [line.strip() for line in last_lines(Path(log), 1000) if line.strip()]

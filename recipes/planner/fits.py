@@ -121,9 +121,9 @@ class Estimator:
             raise mistake("model", what, "use `recipes fit`, which measures the memory in real steps") from None
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
-        """Extrapolate a case's trace from copies of a small batch. The number of copies shares no
-        factor with a dimension of the model (see `at_batch`). The small batch has one row or, with
-        Liger, as many as the batch's largest odd divisor: the loss then has equally many chunks.
+        """Trace copies of a small batch, and extrapolate to the case's batch. The number of copies
+        shares no factor with a dimension of the model (see `at_batch`). The small batch has one row
+        or, with Liger, the batch's largest odd divisor, so that the loss has as many chunks.
         """
         from recipes.planner.trace import as_traced, trace_any
 

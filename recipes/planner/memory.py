@@ -398,8 +398,8 @@ class Memory:
           head. The tail stays gathered from its forward to its backward. A tied embedding belongs
           to the tail, and the tail is then gathered from the first operation on.
         - A unit is gathered into one buffer, then copied from the buffer into the parameters. In
-          the forward before torch 2.15, a variable of `wait_for_unshard` keeps the buffer until the
-          next unit is copied, so three layers are in memory. In the backward, the next unit's
+          the forward of torch below 2.15, `wait_for_unshard` keeps the buffer until the next unit
+          is copied: old buffer, new buffer and copy are in memory. In the backward, the next unit's
           buffer is filled during a unit's backward (`FSDPParamGroup.wait_for_unshard` and
           `_backward_prefetch`). A single process copies its own shard, without a buffer.
         - A unit's gradients are whole until the unit's backward ends. Their scatter buffer stays

@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def moments(self) -> np.ndarray:
-        """The moments of the allocations so far, as in `Traced.moments`."""
+        """The bytes alive after each allocation so far, as in `Traced.moments`."""
         return Traced(np.array(self.allocations), 0).moments
 
     def ignore(self, tensors: list[torch.Tensor]) -> None:
@@ -358,8 +358,8 @@ def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
     """Return three short lengths if the model loops over tokens and the case is longer, else ().
 
     Recurrent layers loop over single tokens, or over chunks of 64, unless another package's
-    kernels run: this function searches the model's source for such a loop. Sequences have at least
-    12 tokens: a batch of shorter ones would hold so many states that they set an evaluation's peak.
+    kernels run: this function searches the model's source for such a loop. Each length is 12
+    or more: with shorter ones, the many recurrent states would set the peak of an evaluation.
     """
     classes = [_class(part, case.task) for part in (config, config.get_text_config())]
     source = "".join(inspect.getsource(sys.modules[one.__module__]) for one in classes if isinstance(one, type))

@@ -354,7 +354,7 @@ def sequences_and_models_are_not_divided(run):
 
 
 def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """Return a problem about a key of --fsdp_config or, if it lacks the key, of the YAML."""
+    """Return a problem about a key, found in --fsdp_config or, if not there, in the YAML."""
     if run["fsdp"] and {key, f"fsdp_{key}"} & set(mapping(run["fsdp_config"])):
         return Problem("fsdp_config", f"{key} {what}", fix, run.setting("fsdp_config").source, severity)
     return in_yaml(run, f"fsdp_{key}", what, fix, severity)
@@ -484,7 +484,7 @@ ROWS = (
               lambda run: _offloads_gradients(run) and (run["max_grad_norm"] or 0) > 0
               and run.hardware.cuda and "gloo" not in str(run["ddp_backend"]),
               "offloads gradients to host RAM, where NCCL cannot sum their norm for clipping",
-              "replace --fsdp by an Accelerate YAML with fsdp_offload_params: true, which adds the backend gloo; "
-              "or --max_grad_norm 0",
+              "set --max_grad_norm 0, or replace --fsdp by an Accelerate YAML with fsdp_offload_params: true, "
+              "which adds the backend gloo",
               "The first step fails, since NCCL is only for GPUs: `No backend type associated with device type cpu`."),
 )  # fmt: skip

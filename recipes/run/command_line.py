@@ -120,7 +120,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
 
 
 def unknown(name: str, source: str) -> Problem:
-    """Return the problem of an unknown name, which is renamed, removed, misplaced or misspelt."""
+    """Say why a name is unknown: it was renamed or removed, or it is misplaced or misspelt."""
     if name in moved.RENAMED:
         what, new = moved.RENAMED[name]
         return Problem(name, what, f"--{new}" if source == COMMAND_LINE and new in legal.settings() else new, source)

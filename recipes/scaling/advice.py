@@ -164,7 +164,7 @@ def _faster_data(row: Timing, step: float, waits: float) -> Advice:
 
 
 def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
-    """Yield twice the micro-batch if half as many passes would save at least a tenth of a step."""
+    """Yield a doubled micro-batch if halving the passes saves at least a tenth of the step time."""
     passes, micro, overhead = row.accumulation, row.micro_batch, row.pass_overhead
     if passes and passes % 2 == 0 and micro and overhead and passes / 2 * overhead >= WORTH_NAMING * step:
         flags = {"per_device_train_batch_size": 2 * micro, "gradient_accumulation_steps": passes // 2}

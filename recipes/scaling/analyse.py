@@ -163,7 +163,7 @@ def _size(
     training: Training,
     count: str,
 ) -> Size:
-    """Return the `Size` of `rows`. `base`: the smallest world's rows. `count`: the unit of work."""
+    """Compare the `rows` of a world size with `base`, the smallest's. `count`: the unit of work."""
     world, typical = rows[0].num_processes, _typical(rows)
     typical = replace(typical, name=key[0], scaling=key[2], samples=typical.samples if count == "samples" else None)
     each, of_base = ([row.epoch_time / (getattr(row, count) if count else 1) for row in some] for some in (rows, base))

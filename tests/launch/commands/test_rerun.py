@@ -111,7 +111,7 @@ def test_rerun_lists_a_difference_in_versions_hardware_or_data_and_exact_refuses
     assert dry(capsys, folder, "--exact")[0] == 2
 
 
-def test_rerun_lists_a_flag_that_changes_a_setting_and_refuses_it_with_the_flag_exact(place, capsys):
+def test_rerun_lists_a_flag_that_changes_a_setting_and_rerun_exact_refuses_it(place, capsys):
     folder = recorded(place / "out", "--seed", "7")
     code, script, said = dry(capsys, folder, "--seed", "8")
     assert code == 0 and "seed 7 8 command line" in said and "--seed 8" in script

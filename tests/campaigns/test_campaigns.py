@@ -229,6 +229,6 @@ def test_the_damage_campaign_fails_if_resuming_never_checks_which_run_wrote_a_ch
     checked = 'return run is not None and writer is not None and writer["id"] != run["id"]'
     assert checked in product.read_text()
     product.write_text(product.read_text().replace(checked, "return False"))
-    fault = f"single:{resuming.WHOLE}:{resuming.REPLACED}:0"
+    fault = repr(resuming.Fault("single", resuming.WHOLE, resuming.REPLACED, 0))
     done = campaign("resuming", "damage", "--only", fault, folder=tmp_path)
     assert done.returncode == 1 and resuming.DIFFERENT in done.stdout, done.stdout + done.stderr

@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/jobs": 1381,
     "launch/output": 1461,
     "launch/scaling": 886,
-    "launch/training": 2304,
+    "launch/training": 2293,
 }
 
 

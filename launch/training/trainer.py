@@ -5,7 +5,6 @@ resume, with complete checkpoints, and without waiting for the GPU between logs.
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from launch.data.streams import Stream
 from launch.host.files import end_workers_that_cannot_send
 from launch.host.memory import ran_out
 from launch.host.signals import StopRequest
-from launch.host.world import World
+from launch.host.world import World, launched
 from launch.output.checkpoints import inspect
 from launch.output.other_world import AnyWorld, read_by
 from launch.output.saving import CommittingTrainer
@@ -41,7 +40,7 @@ from launch.training.callbacks import (
     StoppedInEvaluation,
     StopWhenRequested,
 )
-from launch.training.failure import NotANumber
+from launch.training.failure import NotANumber, only_noted
 from launch.training.model import parameter_count
 from launch.training.objective import MeanOverExamples, Metrics, countable, filler
 from recipes.errors import Failure, mistake, one_line
@@ -122,10 +121,11 @@ class RecipeTrainer(CommittingTrainer):
         return output
 
     def _finalize_training(self, *args, **kwargs):
+        # The model is not saved yet, and a service may be unreachable (pytorch-lightning#6641).
         for callback in self.callback_handler.callbacks:
             if type(callback).__module__.startswith("transformers.integrations"):
                 for event in ("on_log", "on_evaluate", "on_train_end"):
-                    setattr(callback, event, partial(_report, getattr(callback, event)))
+                    setattr(callback, event, only_noted(launched())(getattr(callback, event)))
         return super()._finalize_training(*args, **kwargs)
 
     def make_readable(self, checkpoint: Path | None) -> None:
@@ -423,17 +423,6 @@ def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) 
 
 
 # --- From a run to its Trainer --------------------------------------------------------------------
-
-
-def _report(event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Report to wandb, MLflow, ... after the last step. Such a service may be unreachable
-    (pytorch-lightning#6641): the error is only printed, because the model is not saved yet.
-    """
-    try:
-        event(*args, **kwargs)
-    except Exception as error:  # each service has exceptions of its own
-        text = f"the training is finished, but its report is incomplete: {type(error).__name__}: {one_line(error)}"
-        print_note(text, console(stderr=True))
 
 
 def require_hub(run: Settings) -> None:

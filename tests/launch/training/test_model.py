@@ -280,17 +280,8 @@ def test_use_peft_keeps_frozen_weights_in_bfloat16_and_trainable_weights_in_floa
 @pytest.mark.parametrize(("mixed", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
 def test_qlora_layers_compute_in_the_precision_of_the_run_and_each_adapter_gets_a_gradient(mixed, dtype, tmp_path):
     name = save(LlamaForCausalLM(small_llama(hidden_size=64, intermediate_size=128)), tmp_path)
-    precision = {mixed: True} if mixed else {}
-    model = load(
-        run_with(
-            name,
-            use_peft=True,
-            load_in_4bit=True,
-            lora_dropout=0.0,
-            gradient_checkpointing=mixed == "bf16",
-            **precision,
-        )
-    )
+    precision = {"lora_dropout": 0.0, **({mixed: True} if mixed else {})}
+    model = load(run_with(name, use_peft=True, load_in_4bit=True, gradient_checkpointing=mixed == "bf16", **precision))
     assert model.get_input_embeddings().weight.dtype == torch.float32  # as asked: the default
     assert model.base_model.model.model.layers[0].mlp.up_proj.base_layer.compute_dtype == dtype
     gradients = gradients_of(model.train())

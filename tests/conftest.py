@@ -23,7 +23,7 @@ if os.environ.get("PYTEST_XDIST_WORKER") and not on_gpu:
 
 
 def pytest_report_header():
-    return "3 to 5 minutes on two quiet cores, 9 on busy ones; 25 with -m slow -n 4; once, DeepSpeed compiles"
+    return "4 minutes on two quiet cores, 8 on busy ones; 25 with -m slow -n 4; once, DeepSpeed compiles"
 
 
 def pytest_collection_modifyitems(items):

@@ -27,7 +27,6 @@ LAUNCHERS = {
 }
 OURS = ("python", "our launcher", "recipes train", "recipes submit local")
 
-
 TEXT = '{"text": "some words to learn"}\n'
 DATA = "--model_name_or_path {model} --dataset_name {folder}/data.jsonl"
 # Flags, a part of what train.py prints, and the files beside the run. {folder} is where they are.
@@ -43,7 +42,6 @@ MISTAKES: dict[str, tuple[str, str, dict[str, str]]] = {
         f"{DATA} --output_dir {{folder}}/data.jsonl/out", "cannot be written: Not a directory", {"data.jsonl": TEXT}
     ),
 }  # fmt: skip
-
 
 # Found on resolving, several at once; by the probe, after the imports; once the data are read.
 UNDER_EVERY_LAUNCHER = ("several at once", "a value that torch refuses", "data without the column")

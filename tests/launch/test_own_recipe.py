@@ -30,15 +30,6 @@ def test_plan_recommends_a_users_recipe_with_a_command_that_names_the_file(capsy
     assert main(["check", *flags]) == 0
 
 
-def test_show_check_plan_and_submit_exit_with_2_for_a_mistake_in_a_users_recipe(tmp_path, capsys):
-    tmp_path.joinpath("mine.yaml").write_text(MINE.replace("logging_steps", "loging_steps"))
-    plan = ["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml"]
-    submit = ["submit", "local", "--recipe", "mine.yaml", "--dry_run"]
-    for words in (["show", "mine.yaml"], ["check", "--recipe", "mine.yaml"], plan, submit):
-        assert main(words) == 2
-        assert "loging_steps" in (error := capsys.readouterr().err) and "Fix: logging_steps" in error
-
-
 def test_run_json_records_a_users_recipe_and_its_file(tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--recipe", "mine.yaml", "--max_steps", "1")
     assert outcome.code == 0, outcome.output

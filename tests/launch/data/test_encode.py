@@ -58,7 +58,8 @@ SPOKEN = "Hi!<|im_end|>See you<|im_end|>"
 TURNS = [("system", "Be brief."), ("human", "Hello"), ("gpt", "Hi!"), ("human", "Bye"), ("gpt", "See you")]
 SHAREGPT = [{"from": who, "value": words} for who, words in TURNS]
 NAMED = [{"role": who, "content": words} for who, words in TURNS]
-BRIEF = "<|im_start|>system\nBe brief.<|im_end|>\n" + said("Hello", "Hi!", "Bye", "See you")
+WHOLE = said("Hello", "Hi!", "Bye", "See you")
+BRIEF = f"<|im_start|>system\nBe brief.<|im_end|>\n{WHOLE}"
 
 WEATHER = {
     "name": "get_weather",
@@ -94,13 +95,13 @@ SAID_OF_CALLS = f"{CALLED}It is 31 °C.<|im_end|>"
 
 # Rows, everything that the model reads, what of it is learned of the assistant alone
 CHATS = {
-    "messages": ({"messages": CHAT}, said("Hello", "Hi!", "Bye", "See you"), SPOKEN),
+    "messages": ({"messages": CHAT}, WHOLE, SPOKEN),
     "wide characters": ({"messages": [user("naïve 漢"), answer("é😀")]}, said("naïve 漢", "é😀"), "é😀<|im_end|>"),
     "a system message of null": (  # some templates would write "None"
         {"messages": [{"role": "system", "content": None}, *CHAT]}, BRIEF.replace("Be brief.", ""), SPOKEN,
     ),
     "parts": ({"messages": [user([{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), *CHAT[1:]]},
-        said("Hello", "Hi!", "Bye", "See you"), SPOKEN),
+        WHOLE, SPOKEN),
     "ShareGPT": ({"id": "x_0", "conversations": SHAREGPT}, BRIEF, SPOKEN),
     "ShareGPT, a column for the system": ({"system": "Be brief.", "conversations": SHAREGPT[1:]}, BRIEF, SPOKEN),
     "ShareGPT, role and content": ({"conversations": NAMED}, BRIEF, SPOKEN),
@@ -111,8 +112,9 @@ CHATS = {
     "tools as a list": ({"messages": CALLS, "tools": [TOOL]}, WHOLE_CALL, SAID_OF_CALLS),
     "tools as JSON": ({"messages": CALLS, "tools": json.dumps([TOOL])}, WHOLE_CALL, SAID_OF_CALLS),
     "tools as a list of JSON": ({"messages": CALLS, "tools": [json.dumps(TOOL)]}, WHOLE_CALL, SAID_OF_CALLS),
+    "the assistant first": ({"messages": CHAT[1:]}, WHOLE.removeprefix(said("Hello")), SPOKEN),
     "a role of the template": ({"messages": [{"role": "ipython", "content": "x"}, *CHAT]},
-        "<|im_start|>ipython\nx<|im_end|>\n" + said("Hello", "Hi!", "Bye", "See you"), SPOKEN),
+        "<|im_start|>ipython\nx<|im_end|>\n" + WHOLE, SPOKEN),
 }  # fmt: skip
 
 
@@ -141,10 +143,24 @@ def test_null_keys_that_parquet_fills_in_do_not_reach_the_chat_template(tmp_path
     assert first == WHOLE_CALL and "null" not in second
 
 
-def test_assistant_only_loss_learns_each_answer_exactly_as_the_chat_template_of_qwen_3_writes_it(tmp_path):
+BARE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+TEMPLATES = {
+    "Qwen 3: a thought before the last answer": (THINKING, "Hi!<|im_end|><think></think>See you<|im_end|>"),
+    "Phi-3: EOS after the chat, not after each answer": (
+        UNMARKED + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", f"{SPOKEN}\n<|endoftext|>",
+    ),
+    # Without the EOS that is added here, the model would never stop.
+    "GLM-4: nothing after an answer": (
+        BARE + "{% if add_generation_prompt %}<assistant>{% endif %}", "Hi!See you<|endoftext|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_assistant_only_loss_learns_each_answer_as_the_template_writes_it_and_eos_at_the_end(name, tmp_path):
+    template, wanted = TEMPLATES[name]
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
-    ready = load_data(run, chatting(THINKING)).train[0]
-    assert learned(demo_tokenizer(), ready) == "Hi!<|im_end|><think></think>See you<|im_end|>"
+    assert learned(demo_tokenizer(), load_data(run, chatting(template)).train[0]) == wanted
 
 
 def test_assistant_only_loss_is_refused_if_the_template_ends_the_last_answer_unlike_the_others(tmp_path):
@@ -152,17 +168,6 @@ def test_assistant_only_loss_is_refused_if_the_template_ends_the_last_answer_unl
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
     template = THINKING.replace("'<|im_end|>'", "('<|return|>' if loop.last else '<|end|>')")
     assert problem(run, chatting(template)).subject == "assistant_only_loss"
-
-
-def test_a_template_that_writes_eos_after_the_chat_but_not_after_each_answer_is_accepted(tmp_path):  # as Phi-3's
-    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
-    ends = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
-    assert learned(demo_tokenizer(), load_data(run, chatting(UNMARKED + ends)).train[0]) == f"{SPOKEN}\n<|endoftext|>"
-
-
-def test_a_chat_may_begin_with_the_assistant(tmp_path):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT[1:]}]), assistant_only_loss=True)
-    assert learned(demo_tokenizer(), load_data(run, chatting(UNMARKED)).train[0]) == SPOKEN
 
 
 EACH = "{%% for message in messages %%}%s{%% endfor %%}"
@@ -198,14 +203,6 @@ def test_a_chat_is_refused_if_its_template_is_missing_or_omits_a_part_of_it(temp
 def test_a_chat_is_legal_if_its_template_leaves_out_only_reasoning_that_is_empty_or_not_learned(last, tmp_path):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": [*CHAT[:2], CHAT[2], last]}]), assistant_only_loss=True)
     assert "Hi!" in learned(demo_tokenizer(), load_data(run, chatting(CHAT_TEMPLATE)).train[0])
-
-
-def test_eos_is_learned_after_the_last_answer_if_the_template_writes_nothing_there(tmp_path):
-    """Otherwise the model would never stop. GLM-4's template is one."""
-    template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
-    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
-    assert learned(demo_tokenizer(), load_data(run, chatting(template)).train[0]) == "Hi!See you<|endoftext|>"
 
 
 # --- Messages that are not learned ---------------------------------------------------------------
@@ -292,7 +289,7 @@ LEARNED = {
         "2+2= 4<|endoftext|>",
     ),
     "a completion of messages": (
-        {"prompt": CHAT[:3], "completion": CHAT[3:]}, {}, said("Hello", "Hi!", "Bye", "See you"), LAST,
+        {"prompt": CHAT[:3], "completion": CHAT[3:]}, {}, WHOLE, LAST,
     ),
     "Alpaca": (ALPACA, {}, said("Translate to French.\n\nGood morning", "Bonjour"), "Bonjour<|im_end|>\n"),
     "Alpaca without an input": (TASK, {}, said("Name a prime number.", "7"), "7<|im_end|>\n"),

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.errors import UserError
-from recipes.run.batch import data_parallel_size, split
-from recipes.run.engine import Parallelism
+from recipes.run.batch import split
 
-worlds, shares, caps, sizes = st.integers(1, 64), st.integers(1, 512), st.integers(1, 64), st.integers(1, 8)
+worlds, shares, caps = st.integers(1, 64), st.integers(1, 512), st.integers(1, 64)
 
 
 @given(share=shares, world=worlds, cap=caps)
@@ -49,16 +48,3 @@ def test_a_given_micro_batch_or_accumulation_wins_over_the_micro_batch_cap(argum
 def test_a_global_batch_that_contradicts_micro_batch_and_accumulation_is_refused():
     with pytest.raises(UserError, match="contradicts"):
         split(16, 2, cap=4, micro=12, accumulation=2)
-
-
-# --- Processes that share examples ----------------------------------------------------------------
-
-
-@given(size=sizes, world=st.integers(1, 256))
-def test_num_processes_that_the_autotp_size_does_not_divide_is_refused_with_numbers_that_work(size, world):
-    parallelism = Parallelism(autotp=size)
-    try:
-        assert data_parallel_size(world, parallelism) * size == world
-    except UserError as error:
-        nearest = [int(word) for word in error.problems[0].fix.split() if word.isdigit()]
-        assert nearest and all(data_parallel_size(size, parallelism) >= 1 for size in nearest)

@@ -55,7 +55,7 @@ def column_problems(run: Settings, part: Part, columns: Collection[str]) -> list
     kinds = {file: file_kind(file) for file in (files_in(paths[0]) if paths and paths[0].is_dir() else paths)}
     if {*kinds.values()} - {None} == {"csv"} and (wrong := next(filter(_is_shifted, kinds), None)):
         what = f"{wrong} has more cells in its first row than in its header: a comma in a text needs quotes"
-        fix = 'write each text in quotes, as in "Hello, dear",1 and end no row in a comma'
+        fix = 'put each text in quotes ("Hello, dear",1), and end no row with a comma'
         return [Problem("dataset_name", what, fix)]
     if absent := [name for name in part.columns if name not in columns]:
         what = f"{part.name} has no column {absent[0]!r}; its columns are {', '.join(columns)}"

@@ -55,8 +55,8 @@ def readers_of(checkpoint: Path) -> tuple[int, int] | None:
 
 
 def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
-    """Return a line about the differences if `processes` processes, each with `workers` data
-    workers, resume from the checkpoint. None if nothing differs.
+    """Return a line on what changes when `processes` processes, each with `workers` data workers,
+    resume from the checkpoint. None if nothing changes.
     """
     before = writers(checkpoint)
     if readers_of(checkpoint) not in (None, (processes, max(1, workers))):

@@ -200,7 +200,7 @@ def _draw_accuracy(figure: Figure, lines: Sequence[Line]) -> None:
     _curves(axes, lines, lambda size: None if size.accuracy is None else Spread(*[size.accuracy] * 3))
     for line in lines:
         _dots(axes, line, lambda row: row.accuracy)
-    axes.set_ylabel("accuracy: each timing (dot) and the best")
+    axes.set_ylabel("model accuracy: each run (dot) and the best run")
     _process_axis(axes, lines, from_zero=False)
 
 

@@ -25,7 +25,7 @@ from recipes.run import Json
 
 def examples_in_last_round(loader: Any) -> int:
     """Return the number of examples in an epoch's last round, in which each process gets one
-    micro-batch; 0 or -1 if accelerate repeats no example to fill up this round.
+    micro-batch; below 1 if accelerate repeats no example to fill up this round.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size

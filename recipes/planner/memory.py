@@ -97,9 +97,9 @@ class Case:
 class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
-    The forward makes the first `made_forward` rows of `allocations`. `kernels` holds EAGER or MATH
-    if such attention ran, LOOP if `_at_length` made the trace, and COMPILED for compiled layers.
-    `made_by` has each row's operation and traced size; `_of_depth` and `_at_length` leave it empty.
+    The first `made_forward` rows of `allocations` come from the forward. `kernels` may hold EAGER
+    or MATH (unfused attention ran), LOOP (`_at_length` made the trace) and COMPILED (compiled
+    layers). `made_by` has each row's operation and size, if the trace was not extrapolated.
     """
 
     allocations: np.ndarray

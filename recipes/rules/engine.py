@@ -41,7 +41,7 @@ _ON_GPUS = 'If the run will train on GPUs, check it with `recipes check --gpu "H
 def single_engine_starts_one_process(run):
     """Type `NO` starts one process, despite --num_processes. So does `MULTI_CPU` without mpirun."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
-        what = f"{run.engine.raw.get('distributed_type') or 'NO'} starts one process, but the run has {run.world_size}"
+        what = f"type {run.engine.raw.get('distributed_type') or 'NO'} starts one process, not {run.world_size}"
         is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
         fix = "distributed_type: MULTI_GPU, also for several CPU processes"
         yield in_yaml(run, "distributed_type", what, fix, "error" if is_chosen else "advice")
@@ -287,8 +287,8 @@ def tensor_parallelism_fits_the_run(run):
 
     Seen on two CPU ranks: `dispatch_batches` multiplies the global batch by the group's size.
     Without `average_tokens_across_devices`, Trainer divides by a token count not summed over ranks.
-    accelerate gathers predictions of processes that share examples and drops the last predictions:
-    eval_loss is right, but eval_accuracy counts some examples twice and others never.
+    The processes of a group predict the same examples: accelerate gathers these predictions twice,
+    and drops the last ones. So eval_accuracy counts some examples twice, others never.
     """
     written = mapping((run.engine.json or {}).get("tensor_parallel")).get("autotp_size", 1)
     if type(written) is not int or written < 1:  # Trainer divides by this value (`get_tp_size`)

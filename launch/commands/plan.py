@@ -98,7 +98,7 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
     if details or not timed:
         _print_time(plan, processes, timed)
     if not details:
-        print("add --details to see the meaning of each column, the assumptions of the times, and other splits")
+        print("add --details to see what each column means, how times are estimated, and other batch splits")
         return
     if plan.recommended:
         _print_splits(plan, processes)

@@ -57,7 +57,7 @@ _OFF = {
 
 def add_parser(commands: Commands) -> None:
     text = "Measure the model of a run on the run's --dataset_test_split. --dataset_name FILE_OR_ID names other data, "
-    text += "with split `train` unless --dataset_test_split names another. train.py's other flags change settings."
+    text += "with split `train` unless --dataset_test_split names another. Other flags of train.py override the run's."
     commands.add_parser("evaluate", description=text).takes(evaluate, _EVALUATE)
     text = "Generate with the model of a run. The model's generation config decides whether tokens are sampled. "
     text += "If the run trained on chats, the prompt is a user's message; else the model continues the prompt."

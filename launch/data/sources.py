@@ -28,7 +28,7 @@ from recipes.run import Json, Settings
 from recipes.run.files import files_in
 
 _WHOLE = "use complete, well-formed files in UTF-8 whose rows all have the columns and types of the first row"
-_ON_HUB = "check the spelling, --dataset_config, the network and `hf auth login`; a path starts at the current folder"
+_ON_HUB = "check spelling, --dataset_config, network and `hf auth login`; paths are relative to the current folder"
 
 
 # --- Splits --------------------------------------------------------------------------------------

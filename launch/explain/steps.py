@@ -101,7 +101,7 @@ class Trainee:
 
 
 def examples(step: int, rank: int, setup: Setup) -> torch.Tensor:
-    """Return a rank's sequences for a step, from the source of Python's argparse."""
+    """Return a rank's sequences for a step. Their text is the source code of Python's argparse."""
     size = SEQUENCES * (setup.tokens + 1)
     begin = (step * RANKS + rank) * size
     text = bytearray(Path(argparse.__file__).read_bytes()[begin : begin + size])

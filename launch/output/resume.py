@@ -119,7 +119,7 @@ def look_ahead(run: RunSpec) -> Earlier | None:
     """Return the folder's run if it has finished and nothing is left to train, else None. Call this
     before tokenizing, which may take hours; `find_earlier_run` makes the final decision.
 
-    Every rank may call this, because only the file of --measure is created, and nothing is changed.
+    Every rank may call this: it changes nothing, and creates only the file that --measure names.
     Raises `UserError` if the folder is in use, is not writable, or holds another training.
     """
     folder = Path(run["output_dir"])

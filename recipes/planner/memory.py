@@ -577,11 +577,11 @@ class Memory:
 
     @property
     def _saving_bytes(self) -> float:
-        """Bytes of the copies of weights in RAM during a save. GPUs gather one parameter at a time.
+        """Bytes of the copies of weights in RAM during a save.
 
         DeepSpeed below ZeRO-3 copies the whole model on all ranks (`Accelerator.get_state_dict`),
         though only rank 0 writes it. In all other cases only rank 0 copies weights from its GPU,
-        and with adapters only the trained weights. ZeRO-3 and FSDP2 gather weights on rank 0 first.
+        and with adapters only the trained weights. ZeRO-3 and FSDP2 gather one parameter at a time.
         """
         if self.kind == "deepspeed" and self.stage < 3:
             return self.weights.total * weight_bytes(self.run) * self.run.local_world_size

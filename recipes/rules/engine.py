@@ -39,7 +39,7 @@ _ON_GPUS = 'If the run will train on GPUs, check it with `recipes check --gpu "H
 
 @rule
 def single_engine_starts_one_process(run):
-    """Type `NO` starts one process, despite --num_processes. So does `MULTI_CPU` without mpirun."""
+    """`distributed_type: NO` ignores --num_processes. So does MULTI_CPU without mpirun."""
     if run.world_size > 1 and run.engine.raw and run.engine.kind in ("single", "multi_cpu"):
         what = f"type {run.engine.raw.get('distributed_type') or 'NO'} starts one process, not {run.world_size}"
         is_chosen = run.engine.source != str(shipped(run.recipe.engine))  # if not, a launch can name another YAML
@@ -103,8 +103,8 @@ def recipe_has_its_own_engine(run):
 
 @rule
 def one_engine_is_asked_for(run):
-    """With `--fsdp` and DeepSpeed the run ends once the model is loaded: `Using --fsdp xxx together
-    with --deepspeed is not possible`. `--deepspeed` silently replaces FSDP or another JSON.
+    """With `--fsdp` and DeepSpeed, a run ends after loading the model: `Using --fsdp xxx together
+    with --deepspeed is not possible`. `--deepspeed` silently replaces the launch's FSDP or JSON.
     """
     if run["fsdp"] and uses_deepspeed(run):
         yield Problem("fsdp", "cannot be combined with DeepSpeed", "leave one of the two out")
@@ -387,7 +387,7 @@ def fsdp2_shards_layer_by_layer(run):
     elif wraps_nothing:
         yield _of_key(run, "auto_wrap_policy", f"{policy} gathers the whole model at once", fix, "advice")
     elif not run.demonstration:
-        yield _of_key(run, "auto_wrap_policy", f"{policy} fails in FSDP2: it wraps lists of layers", fix)
+        yield _of_key(run, "auto_wrap_policy", f"{policy} wraps lists of layers, which fails in FSDP2", fix)
 
 
 @rule

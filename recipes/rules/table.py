@@ -37,7 +37,7 @@ Words = str | Callable[[RunSpec], str]
 
 
 def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
-    """Return a rule that reports `settings` if `when(run)`; of several settings, those that are on.
+    """Return a rule: if `when(run)`, it reports the setting, or those of several that are on.
 
     A name in capitals is an environment variable. Any other name that is not a setting is a key of
     the YAML. `why` is the failure that the rule prevents; the default is `what`.

@@ -33,13 +33,7 @@ from launch.output.other_world import AnyWorld, read_by
 from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
 from launch.training.batches import Places, examples_in_last_round, set_epoch, tokens_of
-from launch.training.callbacks import (
-    Progress,
-    StepTiming,
-    StopOnNotANumber,
-    StoppedInEvaluation,
-    StopWhenRequested,
-)
+from launch.training.callbacks import Progress, StepTiming, StopOnNotANumber, StoppedInEvaluation, StopWhenRequested
 from launch.training.failure import NotANumber, only_noted
 from launch.training.model import parameter_count
 from launch.training.objective import MeanOverExamples, Metrics, countable, filler
@@ -109,10 +103,15 @@ class RecipeTrainer(CommittingTrainer):
         try:
             with read_by(self.any_world):
                 output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        except _MISFIT as error:
-            in_callback = any(frame.name == "call_event" for frame in traceback.extract_tb(error.__traceback__))
-            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error) or in_callback
-            if resume_from_checkpoint is None or self.timing.steps_trained or other:
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            in_reporter = any(frame.filename.endswith("integrations/integration_utils.py") for frame in frames)
+            if in_reporter and not self.timing.steps_trained:
+                fix = "log in, correct the environment variables of the service, or leave --report_to out"
+                raise mistake("report_to", f"the reporter cannot start: {one_line(error).rstrip('.')}", fix) from None
+            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error)
+            misfits = isinstance(error, _MISFIT) and not other and not self.timing.steps_trained
+            if resume_from_checkpoint is None or not misfits:
                 raise
             what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
             fix = "use another --output_dir, or --fresh; or rename a damaged checkpoint, to resume from an older one"

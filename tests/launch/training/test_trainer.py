@@ -130,9 +130,10 @@ def test_a_reporter_that_fails_at_the_end_leaves_a_note_and_a_model_to_save(even
     assert trainer.train().global_step == 1 and "its report is incomplete: ValueError: 503" in capsys.readouterr().err
 
 
-def test_an_error_of_a_reporter_in_a_resume_blames_no_checkpoint(real_checkpoint, tiny_model, texts, tmp_path):
-    trainer = with_reporter("on_train_begin", tiny_model, texts, tmp_path, "--max_steps", "6")
-    with pytest.raises(ValueError, match=r"^503$"):
+def test_a_reporter_that_cannot_start_is_reported_also_by_a_resume(real_checkpoint, tiny_model, texts, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "/dev/null/events")
+    trainer = built(["--report_to", "tensorboard", "--max_steps", "6"], tiny_model, texts)
+    with pytest.raises(UserError, match=r"report_to: the reporter cannot start: .*Not a directory"):
         trainer.train(resume_from_checkpoint=str(real_checkpoint))
 
 

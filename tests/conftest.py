@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
     """The longest files first, so that the workers end together; DeepSpeed compiles at once."""
     longest = "test_every_recipe test_trace test_plan test_slurm test_containers test_train_engines"
     longest += " test_style test_rehearsal test_scale test_parallelism test_preemption test_submit"
-    longest += " test_same_training test_fit test_doctor test_explain test_out_of_memory test_train_switches"
+    longest += " test_same_training test_fit test_faults test_explain test_out_of_memory test_train_switches"
     longest += " test_other_world test_heartbeat test_streams test_streaming"
     order = longest.split()
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))

@@ -456,6 +456,9 @@ def what_else_trained(rule: str, case: Case, judgement: Judgement, outcome: Outc
     recipe = [change.value for change in case.changes if change.name == "recipe"]
     if recipe and record["recipe"] not in (recipe[-1], recipe[-1][0]):
         return f"trains {record['recipe']}"
+    if rule.startswith("only_the_demonstration_has_no_"):
+        name = "dataset_name" if rule.endswith("data") else "model_name_or_path"
+        return "" if record["settings"][name]["value"] else f"trains the demonstration's, without {name}"
     if run is not None:
         precision = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
         asked = {
@@ -487,18 +490,12 @@ def _is_ignored(rule: str, case: Case, judgement: Judgement, outcome: Outcome, t
 
 # What two tiny steps cannot show. Beside each of the rules in SHOWN, a test shows the real failure.
 SHOWN = (
-    "a_language_model_is_a_decoder batch_size_is_not_searched batches_come_out_even "
-    "include_num_input_tokens_seen_is_in_range label_smoothing_factor_is_in_range lora_alpha_is_in_range "
-    "lora_dropout_is_in_range save_total_limit_is_in_range sequences_and_models_are_not_divided "
+    "a_language_model_is_a_decoder adapters_need_trained_weights batch_size_is_not_searched batches_come_out_even "
+    "fsdp2_shards_layer_by_layer include_num_input_tokens_seen_is_in_range label_smoothing_factor_is_in_range "
+    "lora_alpha_is_in_range lora_dropout_is_in_range save_total_limit_is_in_range sequences_and_models_are_not_divided "
     "sixteen_bits_are_trained_by_a_stage static_graph_needs_accumulation_one weight_decay_is_in_range"
 ).split()
-UNPROVEN = dict.fromkeys(SHOWN, "shown by a test") | {
-    PARSING: "a value of another type is taken as it is",
-    "only_the_demonstration_has_no_data": "the demonstration's data are trained on",
-    "only_the_demonstration_has_no_model": "the demonstration's model is trained",
-    "adapters_need_trained_weights": "nothing but the adapters learns, on top of random weights",
-    "fsdp2_shards_layer_by_layer": "a model below min_num_params is gathered whole; any real one fails",
-}
+UNPROVEN = dict.fromkeys(SHOWN, "shown by a test") | {PARSING: "a value of another type is taken as it is"}
 
 
 # --- One run --------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ FILES = {
         for name, content in YAMLS.items()
     },
     "deepspeed, no object": ("mine.json", b"null", "check --deepspeed mine.json"),
-    "timings, cut off": ("timings.jsonl", b'{"num_processes": ', "scale report timings.jsonl"),
 }
 
 
@@ -48,7 +47,7 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_malformed_yaml_json_or_timings_file_is_named_and_refused(name, refused):
+def test_a_malformed_yaml_or_json_file_is_named_and_refused(name, refused):
     file, content, command = FILES[name]
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_bytes(content)

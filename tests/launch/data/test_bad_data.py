@@ -1,5 +1,6 @@
 """Data that cannot be learned from: what is wrong with it is named, and what it should be."""
 
+import gzip
 from dataclasses import replace
 
 import pytest
@@ -19,14 +20,20 @@ BYTES = {
     "columns that do not match": ("data.csv", b"a,b\n1,2\n1,2,3,4\n"),
     "a number": ("data.json", b"3"),
     "garbage": ("data.parquet", b"PAR1" + b"x" * 100 + b"PAR1"),
+    "cut off": (
+        "data.jsonl.gz",
+        gzip.compress("".join(f'{{"text": "line {n}"}}\n' for n in range(999)).encode())[:200],
+    ),
 }
+READ = [*((name, False) for name in BYTES), ("cut off", True)]
 
 
-@pytest.mark.parametrize("name", BYTES)
-def test_a_data_file_whose_content_cannot_be_parsed_is_refused_with_a_fix(name, tmp_path, tokenizer):
+@pytest.mark.parametrize(("name", "streaming"), READ)
+def test_a_data_file_whose_content_cannot_be_parsed_is_refused_with_a_fix(name, streaming, tmp_path, tokenizer):
     file, content = BYTES[name]
     (tmp_path / file).write_bytes(content)
-    found = problem(run_with(dataset_name=str(tmp_path / file)), tokenizer)
+    run = run_with(dataset_name=str(tmp_path / file), dataset_streaming=streaming, max_steps=1)
+    found = problem(run, tokenizer)
     assert "cannot be read: " in found.what and "UTF-8" in found.fix and "\n" not in str(found)
 
 

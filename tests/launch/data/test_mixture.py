@@ -1,6 +1,5 @@
 """Data of several sources: what an epoch has of each, in what order, on how many ranks."""
 
-import gzip
 from collections import Counter
 
 import pytest
@@ -44,14 +43,6 @@ def test_a_mixture_trains_on_each_datasets_split_and_evaluates_on_those_with_a_t
     assert decoded(tokenizer, data.eval) == ["validation<|endoftext|>"]
     run = run_with(dataset_name=[other, other], eval_strategy="steps")
     assert "nothing to evaluate on" in problem(run, tokenizer).what
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_damaged_compressed_file_is_refused(streaming, tmp_path, tokenizer):
-    whole = gzip.compress("".join(f'{{"text": "line {n}"}}\n' for n in range(999)).encode())
-    (tmp_path / "a.jsonl.gz").write_bytes(whole[:200])
-    run = run_with(dataset_name=str(tmp_path / "a.jsonl.gz"), dataset_streaming=streaming, max_steps=1)
-    assert "cannot be read" in problem(run, tokenizer).what
 
 
 def test_a_mistake_in_one_dataset_of_a_mixture_names_that_dataset(tmp_path, tokenizer):

@@ -1,4 +1,4 @@
-"""`recipes doctor` with real ranks. Faults between them are in tests/campaigns/test_doctor.py."""
+"""`recipes doctor` with real ranks. Faults between them are in test_faults.py."""
 
 import json
 import os

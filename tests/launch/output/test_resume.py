@@ -210,11 +210,6 @@ def refused(run) -> str:
     return str(caught.value)
 
 
-def test_an_output_dir_that_holds_a_run_with_other_settings_is_refused(finished, asked):
-    said = refused(asked(finished, *SIX_STEPS, "--optim", "sgd"))
-    assert "with optim adamw_torch" in said and "another --output_dir, or --fresh" in said
-
-
 def test_a_packed_run_with_another_packing_strategy_is_refused(finished, asked):
     settings = read_record(finished)["settings"]
     rewrite(finished, settings={**settings, "packing": {**settings["packing"], "value": True}})

@@ -131,7 +131,6 @@ ALSO_FIRES = [
     ("tensor_parallelism_fits_the_run",
      Run(f"{DS} {MODEL}", files=TWO | model(model_type="gpt2"), world=2), "autotp_size"),
     ("tensor_parallelism_fits_the_run", Run(DS, files=ds_json(tensor_parallel={"autotp_size": 0})), "autotp_size"),
-    ("sequences_and_models_are_not_divided", on_gpus(yaml=groups(cp=2), world=2), "cp_size"),
     ("sequences_and_models_are_not_divided", Run(yaml=groups("MULTI_GPU", tp=2), world=2), "tp_size"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--fsdp true --optim lion_8bit", world=2), "optim"),
     ("fsdp2_is_chosen", on_gpus('--fsdp true --fsdp_config {"version":3}', world=2), "fsdp_config"),
@@ -324,8 +323,7 @@ def test_activation_checkpointing_fails_without_an_auto_wrap_policy(train_launch
     file, start = train_launched(CHECKPOINTED)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         start()
-    run = resolved(accelerate_config=str(file), hardware=TWO_GPUS)
-    assert "error" in [one.severity for name, one in problems_by_rule(run) if name == "fsdp2_shards_layer_by_layer"]
+    assert assert_fires("fsdp2_shards_layer_by_layer", {}, gpu=(8, 0), config=file).severity == "error"
 
 
 def recomputed(train_launched, *lines, **settings):

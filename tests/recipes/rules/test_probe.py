@@ -45,7 +45,6 @@ BY_LAUNCHER = [
      "Unknown dynamo backend: INDUCTR"),
 ]  # fmt: skip
 BY_ARGUMENTS = [
-    (Run(f"{BASELINE} --fp16 --bf16"), "fp16", "At most one of fp16 and bf16"),
     (Run(f"{BASELINE} --report_to tensorbord"), "report_to", "tensorbord is not supported"),
     (Run(f"{BASELINE} --adam_beta1 1.0"), "adam_beta1", "Invalid beta parameter"),
     (Run(f'{BASELINE} --lr_scheduler_type linear --lr_scheduler_kwargs {{"num_cycles":2}}'), "lr_scheduler_kwargs",

@@ -240,6 +240,13 @@ def test_adapters_learn_nothing_if_their_alpha_is_0_or_their_dropout_1(tmp_path)
     assert_fires("lora_dropout_is_in_range", {"use_peft": True, "lora_dropout": 1.0})
 
 
+def test_adapters_of_a_model_with_random_weights_leave_all_other_weights_random(tmp_path):
+    adapted = get_peft_model(tiny_llama(), LoraConfig(target_modules="all-linear"))
+    trained = train(tmp_path, model=adapted, learning_rate=0.01).model.unload()
+    assert all(map(torch.equal, trained.state_dict().values(), tiny_llama().state_dict().values()))
+    assert_fires("adapters_need_trained_weights", {"use_peft": True})
+
+
 def test_an_unknown_word_for_include_num_input_tokens_seen_counts_all_tokens_and_is_refused(tmp_path):
     counts = [train(tmp_path, include_num_input_tokens_seen=word).state.num_input_tokens_seen for word in ("all", "x")]
     assert counts == [128, 128]

@@ -110,7 +110,7 @@ def _derivation(source: str) -> tuple[bool, bool, bool]:
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
-    """Map (part, name) to each fact but settings and results. A version of None: not installed."""
+    """Map (part, name) to facts except settings and results. A missing package has version None."""
     hardware, world = record.get("hardware") or {}, record.get("world_size")
     gpus, code = hardware.get("gpus"), record.get("code") or {}
     nodes = world // (record.get("local_world_size") or world) if world else None

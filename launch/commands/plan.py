@@ -176,7 +176,7 @@ def _print_splits(plan: Plan, processes: int) -> None:
 
 def _print_next_steps(plan: Plan) -> None:
     """Print the changes to try if nothing fits on the GPU or in the RAM of a node."""
-    enough = "more RAM" if plan.short_of_ram else "more GPUs with the recipe sharded or memory_zero3"
+    enough = "more RAM" if plan.short_of_ram else "more GPUs with --recipe sharded or memory_zero3"
     short = "nothing fits as requested"
     if plan.short_of_ram:
         needed = min(entry.host_bytes_per_node for entry in plan.recipes if entry.fits_gpu) * (1 + MARGIN)

@@ -140,5 +140,5 @@ def _matters(row: Row, record: Json, run: RunSpec) -> bool:
         return record.get("world_size") in (None, run.world_size)
     if run.setting(name).source == COMMAND_LINE:
         return True
-    given_again = not recorded.is_derived(row.entries[0]["source"])  # then the rerun refuses an illegal value
+    given_again = not recorded.is_derived(row.entries[0]["source"])  # if true, the rerun refuses an illegal value
     return name not in recorded.at_a_place(record) and (recorded.is_legal(name, then) or not given_again)

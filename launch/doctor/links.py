@@ -134,7 +134,7 @@ def rendezvous(rank: Rank) -> Check:
 def connection(rank: Rank) -> Check:
     """Form the process group, and compare a sum over all ranks with its known value.
 
-    gloo connects every pair of ranks; NCCL connects the pairs that it uses, at the latest for the
+    gloo connects every pair of ranks. NCCL connects the pairs that it uses, before or during the
     sum. The values are small whole numbers: float32 sums of up to 700 ranks are exact.
     """
     world = {"store": rank.store, "rank": rank.rank, "world_size": rank.size, "timeout": _NEVER}

@@ -182,7 +182,7 @@ def visible_gpus(request: Request) -> Check:
             return Check("error", "GPUs", what, f"use each index from 0 to {len(listed) - 1} at most once")
     if not seen and listed and not hidden:
         what = f"nvidia-smi lists {len(listed)}, but CUDA finds none"
-        fix = "run docker with --gpus all; else `modprobe nvidia_uvm`, and with NVSwitch start nvidia-fabricmanager"
+        fix = "run docker with --gpus all; else `modprobe nvidia_uvm`, and start nvidia-fabricmanager for NVSwitch"
         return Check("error", "GPUs", what, fix)
     if not seen:
         return Check("ok", "GPUs", "CUDA sees no GPU: training and these checks use the CPU and gloo")

@@ -158,7 +158,7 @@ class Meeting:
 
     def exchange(self, seconds: float, **own: object) -> list[Json | None]:
         """Send the message `own`, and return the messages of all nodes in order: None for a node
-        that is more than `seconds` + _ANSWER_SECONDS late, or for all others if node 0 has gone.
+        that is over `seconds` + _ANSWER_SECONDS late, or for all other nodes if node 0 is gone.
         """
         try:
             return self.say(seconds + _ANSWER_SECONDS, own)

@@ -34,7 +34,7 @@ _INTERFACE = "uses only this network interface, which costs nothing if it is the
 def switch_sets(request: Request) -> list[Switches]:
     """Return the sets of switches that have helped somebody, in the order in which to try them.
 
-    With several nodes, try only the interface to node 0, so that all nodes try equally many sets.
+    With several nodes, try one interface (to node 0), so that all nodes try equally many sets.
     """
     names = sorted(interfaces(), key=lambda name: name == "lo")
     if request.nodes > 1:

@@ -82,7 +82,7 @@ class Azure(Target):
     data: tuple[str, ...] = flag(
         (), "data asset (azureml:NAME:VERSION), uri, or local path (uploaded), for --dataset_name; several are mixed"
     )
-    data_type: str | None = one_of("uri_file uri_folder", "type of --data [by the uri's suffix; an asset is a folder]")
+    data_type: str | None = one_of("uri_file uri_folder", "type of --data [a path's own; uri: by suffix; else folder]")
     output_uri: str | None = flag(
         None,
         "datastore path for checkpoints; a job with the same path resumes [accelerate-recipes/LOGIN/NAME on "

@@ -84,7 +84,7 @@ def checked_job(
     If `recipe` is None, `argv` or --config's file may name the recipe; the default is `standard`.
     `accelerate_config` is the file or name of an Accelerate YAML that replaces the recipe's own.
     `data` names the data that the target mounts (`--data`). With `starts_here`, train.py starts
-    next in this terminal: train.py, not this function, prints the advice; no job text is stored.
+    next in this terminal, so train.py prints the advice itself, and no text of the job is stored.
 
     Raises `UserError` with every problem of the run, or if the engine starts only one of several
     requested processes, or if an access token would be stored in the job's text.

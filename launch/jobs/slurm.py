@@ -135,7 +135,7 @@ class Slurm(Target):
     container_mounts: tuple[str, ...] = flag(
         (), "SRC[:DST[:FLAGS]] to mount, besides folders that the run names, the home folder and the current one"
     )
-    signal_seconds: int = flag(120, "seconds before the time limit at which the run is told to save and stop [120]")
+    signal_seconds: int = flag(120, "tell the run to save and stop this many seconds before the time limit [120]")
     max_restarts: int = field(
         default=10, metadata={"help": "how often a preempted or timed-out run is requeued [10]", "type": whole}
     )
@@ -256,8 +256,8 @@ def _ask(words: list[str], text: str = "", tolerated: str = "") -> str:
     if shutil.which(words[0]) is None:
         fix = "repeat this command on a login node of the cluster"
         raise mistake("slurm", f"there is no {words[0]} on this machine", fix)
-    # SBATCH_* would override the script that a dry run shows. SLURM_* of a job around this command
-    # would contradict it: srun accepts SLURM_MEM_PER_CPU or SLURM_MEM_PER_NODE, not both.
+    # SBATCH_* would override the script that a dry run shows. Inside a job, that job's SLURM_*
+    # would contradict the script: srun accepts SLURM_MEM_PER_CPU or SLURM_MEM_PER_NODE, not both.
     left_out = ("SBATCH_", "SLURM_") if "SLURM_JOB_ID" in os.environ else ("SBATCH_",)
     kept = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
     environment = {k: v for k, v in os.environ.items() if k.startswith(kept) or not k.startswith(left_out)}

@@ -1,6 +1,6 @@
 """`recipes scale report`: pictures, tables, a text file and an HTML page from existing timings.
 
-The terminal shows the sentences. The text file and the page also show tables, in the same order.
+The terminal shows only sentences. The text file and the page show the same sentences, and tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 110  # characters in a line of the text
 _NO_PICTURES = "No pictures: matplotlib is not installed (pip install matplotlib)."
-_STEM = 40  # characters: in any script, a file name stays below the 255 bytes that most file systems allow
+_STEM = 40  # characters: even at 4 bytes each, a file name stays below the 255 bytes of most file systems
 
 
 def add_parser(commands: Commands) -> None:

@@ -80,7 +80,7 @@ def add_parser(commands: Commands) -> None:
     kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
     parser.takes(scale_run, _FLAGS, repeats=3, steps=20, output="outputs/scale")
-    applying = "try the first advice of the report, or the advice with this KEY, alternating with the present settings"
+    applying = "try the report's first advice, or the advice with this KEY, in turn with the measured settings"
     parser.add_argument("--apply", nargs="?", const="", metavar="KEY", help=applying)
 
 

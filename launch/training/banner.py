@@ -128,7 +128,7 @@ def batch(run: RunSpec) -> str:
     words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
     words += f" = global {split.total}"
     if sharing > 1:
-        words += f" (world {run.world_size}: each group of {sharing} processes trains on the same examples)"
+        words += f" (world {run.world_size}: the {sharing} processes of a group share their examples)"
     return words + (f", {split.reason}" if run.batch.source == FIT else "")
 
 

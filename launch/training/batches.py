@@ -24,8 +24,8 @@ from recipes.run import Json
 
 
 def examples_in_last_round(loader: Any) -> int:
-    """Return how many examples are left for an epoch's last round of one micro-batch per process;
-    0 or less if accelerate repeats no example to fill up this round.
+    """Return the number of examples in an epoch's last round. In a round, each process takes one
+    micro-batch. Return 0 or less if accelerate repeats no example to fill up the last round.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size

@@ -108,7 +108,7 @@ class Progress(TrainerCallback):
         self.run, self.out = run, out
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.run["max_steps"] <= 0:  # only now is the number of steps known; `check` has judged max_steps
+        if self.run["max_steps"] <= 0:  # the number of steps was not known to `check`
             print_problems(map(self.run.with_source, warmup_within(self.run, state.max_steps)), self.out)
         self.first, self.began = state.global_step, time.monotonic()
 
@@ -250,7 +250,7 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """Return the part as which the work after a step is timed. The part "end" is not reported."""
+    """Return the part that gets the time of the work after a step. No report shows "end"."""
     if state.global_step >= state.max_steps:
         return "end"
     if control.should_save or control.should_evaluate:

@@ -126,9 +126,9 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 def _prints(error: BaseException, world: World, met_by_all: bool) -> bool:
     """True if this rank should print its error. Each rank prints its own `RankHangs`, `OutOfMemory`
-    or `StreamBroke`. Rank 0 alone prints a stop or another kind of `Failure`. The first rank of
-    each node prints all its other errors, except a lost connection. Otherwise, a rank prints its
-    error unless an earlier failure of another rank explains it (`is_spoken_for`) or, without torch
+    or `StreamBroke`. Rank 0 alone prints a stop or another kind of `Failure`. A node's first rank
+    prints all its other errors, except a lost connection. In the remaining cases, a rank prints its
+    error unless another rank's earlier failure explains it (`is_spoken_for`) or, without torch
     elastic, all ranks meet the error (`met_by_all`).
     """
     if isinstance(error, (RankHangs, OutOfMemory, StreamBroke)):
@@ -148,7 +148,7 @@ def _rank(world: World) -> str:
 
 @contextlib.contextmanager
 def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> Iterator[None]:
-    """Raise `OutOfMemory` if memory ran out. The first rank to do so writes out_of_memory.json.
+    """Raise `OutOfMemory` if memory ran out. The first rank that ran out writes out_of_memory.json.
 
     `argv` holds train.py's arguments. `stop.step` is the last completed step.
     """
@@ -175,7 +175,7 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
 
 
 def _is_first(run: RunSpec) -> bool:
-    """Create out_of_memory.json. True if no other rank did before, or if nothing can be written."""
+    """Create out_of_memory.json. True unless another rank has already created the file."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except OSError as error:  # if the disk is full too, better reported twice than never
@@ -208,7 +208,7 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     ]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
-    # These flags prevent a resume from the newest checkpoint: drop typed flags, override a file's.
+    # Drop a typed flag, or override a file's, if it prevents a resume from the newest checkpoint.
     resumed = {
         name: None if run.setting(name).source == COMMAND_LINE else value
         for name, value in {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}.items()

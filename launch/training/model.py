@@ -65,10 +65,10 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     else:
         model, new = _pretrained(run, config)
     # With a cache, transformers ignores where the examples of a packed row begin. Multimodal models
-    # read the setting of their text part.
+    # read `use_cache` from the configuration of their text model.
     model.config.use_cache = model.config.get_text_config().use_cache = False
-    # Classifiers find a text's last token by the padding token. Set this token only in the built
-    # model: a new embedding layer would never train it (padding_idx), and the token may be EOS.
+    # Classifiers find a text's last token by the padding token. Set this token only after the model
+    # is built: an embedding built with a padding_idx never trains that token, which may be EOS.
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
         _require_valid_generation_config(run, model)
@@ -156,7 +156,7 @@ def _refuses_flex(cls: type | None, config: Json) -> str:
 
 
 def described(config: PreTrainedConfig) -> Json:
-    """Return the configuration as a dict. It holds GPT-2's `n_embd` also as `hidden_size`, etc."""
+    """Return the configuration as a dict. Add common names, such as `hidden_size` for `n_embd`."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
     content, text = {**config.to_dict(), **shared}, config
     with contextlib.suppress(ValueError):  # MusicGen has two text configurations
@@ -172,8 +172,8 @@ def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
 
 
 def saved_bytes(model: torch.nn.Module, run: RunSpec) -> int:
-    """Estimate the bytes of the final trained weights plus one checkpoint. The checkpoint holds the
-    trained weights again and the optimizer's states.
+    """Estimate the bytes of the final trained weights plus one checkpoint, if any is saved. The
+    checkpoint holds these weights again and, without `save_only_model`, the optimizer's states.
     """
     width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
     of_optimizer = 0 if run["save_only_model"] else optimizer_bytes_per_parameter(run)
@@ -213,7 +213,7 @@ def read_config(run: Settings) -> PreTrainedConfig:
 @contextlib.contextmanager
 def _loading(run: Settings, what: str) -> Iterator[None]:
     """Convert any error in loading a "model" or "tokenizer" (`what`) to `UserError`, unless memory
-    ran out. Parsers and model classes raise any kind of error for unexpected files.
+    ran out, or the run names neither model nor attention. A bad file may cause any kind of error.
     """
     try:
         yield
@@ -239,7 +239,7 @@ def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     """
     with _loading(run, "model"):
         model = _built(run, config)
-    # Constructors have drawn random numbers (not under ZeRO-3), so initialize again with the seed.
+    # Except under ZeRO-3, the constructors drew random numbers: set the seed, and initialize again.
     for module in model.modules():
         module._is_hf_initialized = False
     set_seed(run["seed"])
@@ -331,7 +331,7 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
 # --- 4 bits and adapters --------------------------------------------------------------------------
 
 
-# peft trains a classifier's modules with these endings whole, without LoRA: `pre_classifier`.
+# In a classifier, peft trains modules with these endings (also `pre_classifier`) without LoRA.
 _HEADS = ("classifier", "score")
 _OTHER_HEADS = ("classification_head", "logits_proj", "sequence_summary")  # BART, T5; XLNet, XLM
 

@@ -71,8 +71,8 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:
 
 def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
     """True if, in a batch of `rows` equal rows, the outputs of the second example depend on the
-    first example. None if the gradients prove nothing: they are not finite, or are 0 where the last
-    token must depend on the token before, as after a layer norm over a single number.
+    first example. None if the gradients prove nothing, because they are not finite, or because even
+    the last output has gradient 0 for the token before it, as after a layer norm of one number.
     """
     embedded = []
 

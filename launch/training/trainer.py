@@ -43,7 +43,7 @@ from recipes.run import Json, RunSpec, Settings
 
 # Errors that a checkpoint of another model, or a damaged one, may raise while it is loaded.
 _MISFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-# Classes whose objects GaLore and APOLLO keep in their state: without them, no checkpoint loads.
+# GaLore and APOLLO keep objects of these classes in their state. torch.load must allow the classes.
 _PROJECTORS = (
     ("galore_torch.galore_projector", "GaLoreProjector"),
     ("apollo_torch.random_projector", "GradientProjector"),
@@ -120,7 +120,7 @@ class RecipeTrainer(CommittingTrainer):
         return output
 
     def _finalize_training(self, *args, **kwargs):
-        # The model is not saved yet, and a service may be unreachable (pytorch-lightning#6641).
+        # An unreachable service must not stop the save that follows (pytorch-lightning#6641).
         for callback in self.callback_handler.callbacks:
             if type(callback).__module__.startswith("transformers.integrations"):
                 for event in ("on_log", "on_evaluate", "on_train_end"):
@@ -359,7 +359,7 @@ class RecipeTrainer(CommittingTrainer):
         if early and isinstance(stored, dict):
             stored["args"]["early_stopping_patience"] = early.early_stopping_patience  # else a new value had no effect
         super()._load_callback_state()
-        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer expects all of them when it saves
+        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer's save expects an entry for each
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
@@ -411,7 +411,7 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
 
 def _mend_fsdp2(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
     """Work around accelerate 1.15, which rounds all outputs of the model to 16 bits, even the loss.
-    accelerate also shards the input embeddings, and fails if a sharded module holds them (BERT).
+    accelerate also shards the input embeddings, and fails if they lie in a sharded module (BERT).
     """
     if policy := plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
@@ -459,7 +459,7 @@ def build_trainer(
     end_workers_that_cannot_send()
     fewest = run.batch.micro * run.data_parallel_size if run["dataloader_drop_last"] else 0
     if not isinstance(data.train, Stream) and len(data.train) < fewest:  # type: ignore[arg-type]
-        what = f"drops every example: the data has fewer than {fewest} examples, one micro-batch for each process"
+        what = f"drops every example: one micro-batch per process takes {fewest} examples; the data has fewer"
         raise mistake("dataloader_drop_last", what, "leave it out, or use a smaller --global_batch_size")
     if args.hub_token is not None:  # else Trainer writes it into training_args.bin; the model is loaded already
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None

@@ -2,7 +2,7 @@
 
 The module of a command has a function `add_parser(commands)`, which adds the command's parser to
 argparse's `commands`. This parser sets `run`, the function that carries out the command. `run` gets
-the parsed options, and train.py's flags: arguments that follow `--` or are unknown to the parser.
+the parsed options and train.py's flags, which follow `--` or are unknown to the parser.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _forget_launcher(name: str) -> None:
-    """Delete another launcher's environment variables, which name an engine and ranks to wait for.
+    """Delete the environment variables in which another launcher names its engine and its ranks.
     Raises `UserError` if that launcher started several processes of `train`, `fit` or `rerun`.
     """
     count = os.environ.get("WORLD_SIZE", "")

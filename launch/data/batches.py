@@ -203,8 +203,8 @@ def _row(**columns: np.ndarray) -> dict[str, torch.Tensor]:
 class Stack:
     """Stack packed rows into a batch: the rows are equally long and need no attention mask.
 
-    FlashAttention finds where examples begin from position_ids only if the batch has one row; in
-    larger batches examples would attend to each other. With `flash`, the batch therefore lists the
+    FlashAttention takes the examples' starts from position_ids only if the batch has one row. In
+    larger batches, examples would attend to each other. With `flash`, the batch therefore lists the
     starts of the examples. The number of starts is padded to a power of two, so that torch.compile
     rarely compiles the model again.
     """

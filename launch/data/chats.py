@@ -47,8 +47,8 @@ def read_chat(
     Raises `UserError` for a chat that cannot be read or rendered.
 
     `column` names the column of a whole chat, or is "completion", which continues the messages in
-    "prompt". The model reads but does not learn: empty answers, messages of `weight` 0, the prompt
-    if `completion_only`, and the words of roles other than assistant if `assistant_only` is set.
+    "prompt". The model reads, but does not learn, empty answers and messages of `weight` 0; with
+    `completion_only`, also the prompt; with `assistant_only`, also the words of all other roles.
     """
     said = _messages_of(row[column], tokenizer)
     answers = [message for message in said if message["role"] == "assistant"]
@@ -217,7 +217,7 @@ class _Template:
             return self.tokenizer.apply_chat_template(chat, tools=self.tools, tokenize=False, **options)
         except (TemplateError, TypeError, LookupError, ValueError, AttributeError) as error:  # a template is a program
             what = f"the tokenizer's chat template refuses a chat: {one_line(error)}; the chat is {str(chat)[:200]}"
-            fix = "use roles as the template allows: user, assistant, ...; put a system text into the first user text"
+            fix = "order roles as the template does (user, assistant, ...); put system text into the first user text"
             raise mistake("dataset_name", what, fix) from None
 
     def marked(self) -> Spans | None:
@@ -252,8 +252,8 @@ class _Template:
 
     def _end(self, number: int) -> int:
         """Return the index in `text` where an answer ends, for a template that writes the last
-        answer differently from earlier answers (Qwen 3's). A mark is rendered in place of the
-        answer, to find all later text; and as the last message, to find the token that closes it.
+        answer differently, as Qwen 3's does. A mark in place of the answer shows all later text; a
+        chat that ends with this mark shows the token that closes the answer.
         """
         chat = [*self.chat[:number], {**self.chat[number], "content": "\0"}]
         after = closing = ""
@@ -268,7 +268,7 @@ class _Template:
         return end + len(closing)
 
     def _begin(self, number: int) -> int:
-        """Return the index in `text` where a message or, in an answer, the assistant's text begins.
+        """Return where a message begins in `text`. An answer begins after the generation prompt.
 
         Some templates write earlier messages differently if no message follows them. For these
         templates, find the first character that changes with the message's content.

@@ -40,7 +40,7 @@ def encode_rows(
     """Return the tokens and labels of each row; empty lists where text or answer is missing.
 
     If `first`, the index of the first row in its split, is given, a `UserError` names the bad row.
-    `embeddings` is the number of the model's embeddings, perhaps fewer than the tokenizer's tokens.
+    `embeddings` is the number of the tokenizer's tokens that have an embedding in the model.
     """
     known = formats(run, features)
     names = {*chain(*known), *_BESIDE} & {*features}
@@ -124,8 +124,8 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
         return [(ids, ids) for ids in tokenize(prompts, truncation=True, max_length=run["max_length"])]
     found: list[Tokens] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # Llama 2's tokenizer adds a space before a text, but not after a line break. So a completion is
-    # tokenized after a line break, later cut off, if the tokenizer keeps line breaks (not XGLM's).
+    # Some tokenizers (Llama 2's) add a space before a text, but not after a line break. If one of
+    # them keeps line breaks (XGLM's does not), add one before a completion, and cut it off later.
     line, letter, both = tokenize(["\n", "a", "\na"], add_special_tokens=False)
     lead = line if both[: len(line)] == line and both not in (letter, [*line, *letter]) else []
     written = ["\n" * bool(lead) + text.completion for text in texts]
@@ -133,7 +133,7 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
     begin = [tokenizer.bos_token_id]
     for text, prompt, completion in zip(texts, tokenize(prompts), completions, strict=True):
         before = prompt[:-1] if prompt[-1:] == end else prompt  # some tokenizers append EOS to every text
-        before = before[1:] if before[:2] == begin * 2 else before  # BOS twice: the text has its own
+        before = before[1:] if before[:2] == begin * 2 else before  # BOS twice: the text has its own BOS
         after = completion if completion and completion[-1:] == end else [*completion, *end]
         ids = [*before, *after]
         found.append((ids, ids if text.learns_prompt else [IGNORED] * len(before) + after))

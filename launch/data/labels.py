@@ -118,7 +118,7 @@ def _is_usable(label: Any) -> bool:
 
 def _classes(name: str, kind: Any, values: Collection) -> dict[Any, str]:
     """Map each label to the name of its class. A `ClassLabel` column keeps its order of classes. In
-    other columns, texts and numbers are sorted. Raises `UserError` for any other or mixed labels.
+    other columns, texts and numbers are sorted. Raises `UserError` for fractions or mixed labels.
     """
     if isinstance(kind, ClassLabel):
         return dict(enumerate(kind.names))

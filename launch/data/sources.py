@@ -53,7 +53,7 @@ def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, fl
     """Map each split to how many rows to read (inf: all). A missing split raises `UserError`."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
-        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # even 1 % of so many exceeds 10**9: read all
+        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # even 1 % of 10**12 exceeds 10**9: read all
             needed[part.splitname] = max(needed.get(part.splitname, 0), part.to if part.to < 10**9 else math.inf)
     return needed
 
@@ -71,7 +71,7 @@ def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
 
 
 def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
-    """Return the row ranges of `train[:95%]` from each split's row count, or raise `UserError`."""
+    """Return the row ranges of a split such as `train[:95%]`. A wrong split raises `UserError`."""
     try:
         return ReadInstruction.from_spec(wanted).to_absolute(rows)
     except (ValueError, AssertionError):
@@ -198,7 +198,7 @@ def _stream(builder: DatasetBuilder) -> Mapping:
 
 
 def _text_of(cell: str) -> str | None:
-    return None if cell in STR_NA_VALUES else cell  # only pandas 3.1 looks for gaps after a converter
+    return None if cell in STR_NA_VALUES else cell  # only pandas 3.1 looks for missing values after a converter
 
 
 def _open_hub(name: str, config: str | None, commit: str | None) -> Mapping:

@@ -41,10 +41,10 @@ SHARDS = 1024  # of data on the disk: enough for any number of readers to get ne
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """An endless stream of examples, in windows of at most WINDOW. Each example carries a dict, its
-    place, for a resume: the number of its window (`window`), the count of this window's examples so
-    far (`taken`), and the window's start in each part (`parts`). A start has an epoch (`round`), a
-    state of `datasets` (`rows`), and the number of examples to skip after this state (`used`).
+    """An endless stream of examples, in windows of about WINDOW examples. For a resume, an example
+    carries its place, a dict: `window` is the number of its window, `taken` counts this window's
+    examples so far, and `parts` lists the window's start in each part. A start has an epoch
+    (`round`), a state of `datasets` (`rows`), and the number of examples to skip after it (`used`).
 
     Each worker of each rank is a reader with its own rows. `places` maps workers to places where
     they resume; other workers begin in epoch `first_round`. Worker `turn` yields the first batch.
@@ -167,11 +167,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
-    """Deal the shards of `rows` to the readers (the data workers of all ranks). Return a reader's
-    shards, its index among the readers that take turns in them, and the number of these readers.
+    """Deal the shards of `rows` to the readers (the data workers of all ranks). Return one reader's
+    shards, its index among the readers that share these shards, and the number of those readers.
 
-    Readers have equally many shards, or differ by one shard if each has 8 or more. The returned
-    rows have their own epoch number, because all workers of a process share that of `rows`.
+    All readers get equally many shards; if each gets 8 or more, some may get one more. The returned
+    rows have an epoch number of their own; all workers of a process share the number in `rows`.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)

@@ -125,7 +125,7 @@ class Encoder:
             number = None if first is None else first + at
             try:
                 tokens += encode_rows(rows.slice(at, size), features, self.run, self.tokenizer, self.embeddings, number)
-            except UnicodeDecodeError as error:  # pyarrow's JSON reader does not check bytes: using the text does
+            except UnicodeDecodeError as error:  # pyarrow's JSON reader accepts text that is not UTF-8
                 raise sources.unreadable(self.source.part.name, error) from None
         table = token_table(tokens)
         if self.run["task"] == "sequence_classification":  # the label of each row is kept as the data has it
@@ -136,7 +136,7 @@ class Encoder:
 
 
 def encoder_of(run: RunSpec, tokenizer, part: Part, rows: IterableDataset) -> Encoder:
-    # Settings go as a dict: a worker that is not forked gets a pickle, and a RunSpec has none.
+    # Pass a dict: a worker may get the Encoder as a pickle, and a RunSpec may hold a lambda.
     return Encoder(
         sources.source_of(run, part, rows), {name: run[name] for name in run}, tokenizer, _known(run, tokenizer)
     )
@@ -152,8 +152,8 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
     `place`. `first` is the index, in the whole split, of the first row to yield.
 
     From the second table on, `workers` threads of the tokenizer do the work: processes took 50 %
-    more memory. Elsewhere `quiet_libraries` turns the threads off (not with --verbose), because
-    they hang in a forked process. Chat templates, a sixth of the work, are rendered in one thread.
+    more memory. Then the threads are off again, unless TOKENIZERS_PARALLELISM was true: threads
+    hang in a forked process. Chat templates, a sixth of the work, are rendered in one thread.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start
@@ -183,8 +183,8 @@ class Tokenized:
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """Return a data set's tokens: from the cache, or made now by one process of each node.
 
-    The other processes wait without a deadline. If the first process fails, each other process
-    resumes after the last complete file, and meets the same error: a `UserError` for bad data.
+    The other processes wait without a deadline. If the first process fails, the next one resumes
+    after the last complete file, and meets the same error: a `UserError` for bad data.
     """
     if not part.name:  # the demonstration, which is small
         splits = {}

@@ -26,8 +26,8 @@ STEPS = 11
 class Variant:
     """One way to take the same optimizer step, and the reason for its result.
 
-    `clip`: clip the gradient when it is "unscaled" (right) or still "scaled" (wrong); never if "".
-    `goal`: the variant's heading in the table that `goals` makes; empty for no column.
+    `clip` names the gradient to clip: "unscaled" (right), "scaled" (wrong), or "" for no clipping.
+    `goal` is its heading in the table that `goals` makes; a variant without `goal` has no column.
     """
 
     name: str

@@ -92,7 +92,7 @@ def _guess(run: RunSpec, limit: int) -> int:
 
 
 def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
-    """Try the guess; if it fits, larger micro-batches, else smaller. Return fit.json's data."""
+    """Try the guess. If it fits, try larger micro-batches, else smaller. Return fit.json's data."""
     _tokenize(run)
     share, limit, guess = run.batch.micro * run.batch.accumulation, start["limit"], start["guess"]
     sizes = [size for size in range(1, share + 1) if share % size == 0]

@@ -134,7 +134,7 @@ def _remedy(error: BaseException) -> str | None:
 
 
 def end_workers_that_cannot_send() -> None:
-    """From now on, end a DataLoader worker that cannot send its batch, such as for lack of shared
+    """From now on, end a DataLoader worker that cannot send its batch, perhaps for lack of shared
     memory. This replaces the error hook of all multiprocessing queues: Python's own hook only
     prints the error, and torch would wait for the batch forever.
     """

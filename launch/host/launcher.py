@@ -42,8 +42,8 @@ _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch a run. Return the first failed rank's exit code, 1 if accelerate fails, else 0. If
-    signal n killed that rank: 130 after Ctrl-C, 75 after another stop signal, else 128 + n.
+    """Launch a run. Return 0, or the first failed rank's exit code, or 1 if accelerate fails. If
+    signal n killed the rank, return 130 after Ctrl-C, 75 after another stop signal, else 128 + n.
     """
     listen()
     from accelerate.commands import launch  # takes seconds: it imports torch
@@ -83,7 +83,7 @@ def listen() -> None:
     threading.Thread(target=_pass_on_all, args=(reading,), daemon=True).start()
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some
-            signal.signal(number, lambda *_: _is_passed_on.acquire())  # until then, the main thread starts no rank
+            signal.signal(number, lambda *_: _is_passed_on.acquire())  # the main thread waits here, and starts no rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked the signals
 
 
@@ -105,11 +105,11 @@ def _pass_on(number: int) -> None:
             if kills:
                 os.kill(rank.pid, signal.SIGKILL)
             elif number != signal.SIGINT or os.getsid(rank.pid) != os.getsid(0):
-                os.kill(rank.pid, number)  # a terminal sends Ctrl-C to its whole session itself
+                os.kill(rank.pid, number)  # a rank in our session gets Ctrl-C from the terminal
 
 
 def _exit_code_of(rank: int, code: int) -> int:
-    """Return the launcher's exit code. If a signal killed the rank, print that for the rank."""
+    """Return the launcher's exit code. If a signal killed the rank, print a line that says so."""
     if code >= 0:
         return code
     if _received or -code in SIGNALS:  # the rank did not handle the signal yet
@@ -160,8 +160,8 @@ def launcher_argv() -> list[str]:
 
 
 def first_environment() -> Mapping[str, str]:
-    """Return the environment in which the user started the launcher or, without a launcher, this
-    process: later variables are not the user's. If the system hides it, return `os.environ`.
+    """Return the environment that the user gave to the launcher, or to a process without launcher.
+    If the system hides this environment, return `os.environ`, which also holds later variables.
     """
     try:
         return psutil.Process(os.getppid() if launcher_argv() else None).environ()

@@ -62,8 +62,8 @@ def ran_out(error: BaseException | None) -> bool:
 
 
 def shortage(error: BaseException) -> str:
-    """Return the library's message about the failed allocation. First lift this process's RAM
-    limit, because explaining the failure takes RAM.
+    """Lift this process's RAM limit, because explaining a failure takes RAM. Return the library's
+    message about the failed allocation.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

@@ -9,8 +9,8 @@ from typing import Any
 from recipes.errors import UserError, mistake
 from recipes.run import HIDDEN, RunSpec
 
-# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, JSON web tokens, Azure storage keys, each
-# recognised by its beginning and its length; and passwords in URLs.
+# The pattern finds passwords in URLs and, by beginning and length, tokens of Hugging Face, GitHub,
+# GitLab, OpenAI and AWS, JSON web tokens, and storage keys and signatures of Azure.
 SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
     r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
@@ -57,7 +57,7 @@ def recorded_text(text: str) -> str:
     assigned = any(not _HARMLESS_NAME.search(found[1]) for found in _ASSIGNED.finditer(text))
     if not assigned and hide(text, in_environment()) == text:
         return text
-    return f"{HIDDEN} it seems to hold a secret; sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+    return f"{HIDDEN} seems to hold a secret; sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def refuse_tokens(run: RunSpec) -> None:

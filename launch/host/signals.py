@@ -80,9 +80,9 @@ def ignore_stop_requests() -> None:
 
 
 def is_spoken_for(met_by_all: bool = False) -> bool:
-    """True if another rank prints this failed rank's error. Under torch elastic, wait 10 s for the
-    SIGTERM that torch sends if a rank failed earlier and has printed why. Without torch elastic,
-    return `met_by_all`: True for an error of all ranks, which each node's first rank prints.
+    """True if another rank prints this failed rank's error. Under torch elastic, wait up to 10 s
+    for a SIGTERM, which torch sends if a rank failed earlier and printed why. Otherwise, return
+    `met_by_all`, which is True if all ranks meet the error: each node's first rank prints it.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return met_by_all

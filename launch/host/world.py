@@ -1,4 +1,4 @@
-"""The world: the processes that train together; how they start, wait for each other and leave."""
+"""How the processes that train together (the world) start, wait for each other and leave."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class World:
 
     @contextlib.contextmanager
     def meeting(self, timeout: float) -> Iterator[None]:
-        """Let all ranks leave the block together, before the process group exists. In the block,
-        one node may take hours longer than another.
+        """Hold each rank at the block's end until all ranks are there. This needs no process group.
+        In the block, one node may take hours longer than another.
 
         On a single node, nobody waits, because all ranks read the same data and are ready together.
         Raises `Failure` if a rank gives no sign of life for `timeout` seconds.
@@ -164,8 +164,8 @@ class RankHangs(Failure):
 
 @functools.cache  # rank 0's store also serves the training that follows, at the same address
 def early_store(world: World) -> Store:
-    """Return a store for all ranks, before the process group exists: the store of torchrun or
-    `accelerate launch` or, without a launcher, the one that rank 0 opens at MASTER_ADDR.
+    """Return a store that all ranks share before the process group exists. torchrun and `accelerate
+    launch` offer this store. Otherwise rank 0 opens it at MASTER_ADDR and MASTER_PORT.
     """
     from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -236,7 +236,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `UserError` if several processes were started that would not find each other."""
+    """Raise `UserError` if srun or mpirun started several processes that would train separately."""
     starters = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
     for variable, starter in starters.items():
         count = int(environment.get(variable, "1") or 1)
@@ -256,7 +256,7 @@ def prepare_process(run: RunSpec) -> None:
 
 def prepare_environment(run: RunSpec) -> None:
     """Set the environment variables that torch, accelerate, transformers and deepspeed read."""
-    if run.engine.kind != "fsdp":  # or transformers would load the weights on rank 0 alone
+    if run.engine.kind != "fsdp":  # otherwise transformers would load the weights on rank 0 alone
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     if run.engine.kind in ("deepspeed", "fsdp"):
         if not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & set(os.environ) and not run["deepspeed"]:
@@ -301,7 +301,7 @@ def process_group(run: RunSpec, world: World) -> Iterator[TrainingArguments]:
     args = _join(run)
     use_threads(run, world)
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
-    if args.tf32:  # torch.compile's autotuning reads the older of two names, which TrainingArguments do not set
+    if args.tf32:  # torch.compile's autotuning reads an older setting than the one that TrainingArguments set
         torch.set_float32_matmul_precision("high")
     try:
         sizes = sorted(set(world.gather(run.batch.micro)))
@@ -336,8 +336,8 @@ def _join(run: RunSpec) -> TrainingArguments:
     if run.engine.kind == "deepspeed" and run.world_size > 1:
         from deepspeed import comm
 
-        # On a CPU accelerate does not give DeepSpeed the group if --deepspeed is added to a launch
-        # of plain DDP. Without the group, ZeRO-3 would shard the model over a single process.
+        # On a CPU, accelerate gives DeepSpeed no group if --deepspeed is added to a launch of plain
+        # DDP. Without the group, ZeRO-3 would shard the model over a single process.
         if not comm.is_initialized():
             comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
     return args
@@ -347,7 +347,7 @@ def leave_group() -> None:
     """Leave the process group, if there is one, after gloo's threads have dropped their tensors.
 
     To drop a tensor, a thread needs the GIL, but the group's destructor holds the GIL and waits for
-    the thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13). Without this wait, a
+    the thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13). Without the sleep, a
     collective just before the end made one rank in thousands of trainings hang for ever.
     """
     import torch
@@ -362,9 +362,9 @@ def leave_group() -> None:
 
 @functools.cache  # once in a process
 def compile_safely() -> None:
-    """From now on, no compilation waits for a killed process. torch's lock is a file that a killed
-    process leaves behind: others then wait for ever. Our lock replaces torch's, because the kernel
-    releases our lock when a process ends.
+    """From now on, compile under our lock, not torch's. torch's lock is a file, which stays if its
+    process is killed, and then other processes wait for ever. The kernel releases our lock when its
+    process ends.
     """
     from torch.utils import cpp_extension
 
@@ -373,7 +373,7 @@ def compile_safely() -> None:
     def load(name: str, *args: Any, **kwargs: Any) -> Any:
         folder = Path(kwargs.get("build_directory") or cpp_extension._get_build_directory(name, verbose=False))
         if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob("*.so")):
-            line = "compiling takes minutes, but happens once; it waits if another process compiles the same code"
+            line = "this takes minutes, but only once; a process waits while another compiles the same code"
             print(f"compiling {name} into {folder}: {line}", file=sys.stderr, flush=True)
         with FileLock(folder / "flock"):
             (folder / "lock").unlink(missing_ok=True)  # torch's lock

@@ -195,8 +195,8 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the newest checkpoint of the folder's run that its manifest marks as complete, or
-    None. A resume also checks the files; here there may be no time to read them.
+    """Return the newest complete checkpoint of the folder's run, or None. Only the manifests are
+    read. A resume also checks the files; here there may be no time to read them.
     """
     run = record.read_intact(output_dir).get("run")
     own = (path for path in numbered(output_dir) if not is_foreign(path, run))

@@ -86,7 +86,7 @@ class AnyWorld:
     say: Callable[[str], None]
 
     def prepare(self, checkpoint: Path | None) -> None:
-        """Convert the checkpoint, if this number of processes cannot read it as it is.
+        """Convert the checkpoint, if the present number of processes cannot read it as it is.
 
         All ranks call this. Raises `UserError` if the checkpoint cannot be converted, and `Failure`
         if the conversion fails.

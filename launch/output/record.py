@@ -65,8 +65,8 @@ PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed", "tokenizers", "safetensors",
     "numpy", "liger-kernel", "flash-attn",
 )  # fmt: skip
-# Variables that can change what a run computes: the GPUs, the order of sums, the kernels, switches
-# of libraries. Variables with only a path or a setting of torch elastic (_ONLY_A_PLACE) cannot.
+# These variables can change the results of a run, as they choose GPUs, kernels, the order of sums
+# or options of libraries. _ONLY_A_PLACE leaves out paths and the settings of torch elastic.
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES OMP_NUM_THREADS MKL_NUM_THREADS CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE PYTHONHASHSEED "
     "NCCL_* GLOO_* ACCELERATE_* FSDP_* DS_* TORCH_* TORCHINDUCTOR_* PYTORCH_* HF_* TRANSFORMERS_*"
@@ -87,7 +87,7 @@ FIELDS = {
     "command": "train.py and its arguments",
     "launcher": "the launcher and its arguments; empty if there was none",
     "accelerate_config": "the Accelerate YAML that the launcher read; null if there was none",
-    "files": "path -> content, or its hash, of the recipe's files, the Accelerate YAML and the engine's JSONs",
+    "files": "path -> content (or hash) of the recipe's files, the Accelerate YAML and the engine's JSONs",
     "paths": "setting -> absolute path of the file or folder that the setting named",
     "folder": "the folder where the run was started, to which relative paths refer",
     "environment": "environment variables that can change what the run computes, as the user had set them",
@@ -111,11 +111,11 @@ FIELDS = {
     "num_parameters": "parameters of the model",
     "first_loss": "the first logged loss",
     "final_loss": "the last logged loss",
-    "step_time": "seconds per optimizer step, in steady steps",
+    "step_time": "mean seconds per optimizer step, without the first steps",
     "step_time_off": "uncertainty of step_time in seconds, from differences between stretches of the run",
     "exchanges_per_step": "how often processes synchronize gradients in an optimizer step",
-    "samples_per_second": "examples per second, in steady steps",
-    "tokens_per_second": "tokens per second, in steady steps",
+    "samples_per_second": "examples per second, from step_time",
+    "tokens_per_second": "tokens per second, from step_time",
     "mfu": "model FLOPs utilisation; null for adapters, classifiers, unpacked rows, unknown GPUs, and unknown FLOPs",
     "peak_memory_bytes": "peak memory, in bytes",
     "peak_memory_of": "which memory peak_memory_bytes measures: the first GPU's or the first process's",
@@ -182,14 +182,14 @@ def _checksum_of(content: Json) -> str:
 
 
 def write(folder: str | Path, content: Json, name: str = NAME) -> None:
-    """Write the record with a checksum, or another JSON file without one, atomically."""
+    """Write a JSON file atomically. If the file is run.json, add a checksum."""
     content = recorded.plain(content)
     text = json.dumps(sealed(content) if name == NAME else content, indent=2)
     write_whole(Path(folder) / name, text.encode())
 
 
 def note_out_of_memory(folder: Path, facts: Json) -> None:
-    """Write out_of_memory.json, and run.json's status: rank 0 may hang, and write no status."""
+    """Write out_of_memory.json. Set the status in run.json too, because rank 0 may hang."""
     with contextlib.suppress(OSError):
         write(folder, facts, OUT_OF_MEMORY)
         if (record := read(folder)).get("status") == "running":

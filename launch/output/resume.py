@@ -150,7 +150,7 @@ def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
     return Earlier()
 
 
-# New values of these settings give a finished run the same model, or only end it sooner.
+# With new values of these settings, a run would get the same model, or would only end sooner.
 _NO_OTHER_MODEL = ("logging_steps", "save_steps", "eval_steps", "max_steps", "num_train_epochs")
 
 
@@ -224,7 +224,7 @@ def _from(
         raise _refused(run, what, f"{have_it}, an older --resume_from_checkpoint, or --fresh", name)
     kept, course = _changes(run, old)
     notes = [*notes, *checkpoint.notes]
-    # Only streams and Hub data can differ here, and no flag sets an older commit.
+    # Only streams and Hub data can differ here. No error, because no flag sets an older commit.
     if fingerprints.differ(old.get("data"), record.material(run, data_commit)["data"]):
         rows = ": the stream skips as many rows as were trained on, or begins its next epoch if the shard count changed"
         notes.append(f"the data has changed since the checkpoint{rows if run['dataset_streaming'] else ''}")
@@ -258,8 +258,8 @@ def _began_from(named: Path, run: RunSpec, old: Json) -> bool:
 
 
 def _require_no_foreign_model(run: RunSpec, old: Json) -> None:
-    """Raise `UserError` if the folder holds a model or checkpoints, and neither a record nor a
-    manifest shows that this program trained them.
+    """Raise `UserError` if the folder holds a model or checkpoints, but no intact record and no
+    manifest. With --fresh, any record or checkpoint is enough, because --fresh archives the folder.
     """
     folder, model = Path(run["output_dir"]), run["model_name_or_path"]
     is_its_model = model and Path(model).resolve() == folder.resolve()

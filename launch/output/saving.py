@@ -86,7 +86,7 @@ class CommittingTrainer(Trainer):
             self._saving = thread.submit(_complete, folder, names, self.limit, self.state.best_model_checkpoint)
             thread.shutdown(wait=False)  # the thread ends with its work
         if self.args.push_to_hub or any(os.environ.get(name, "").lower() in _YES for name in _UPLOADS):
-            self.finish_saving()  # what is uploaded, now or by a reporter's callback, is complete
+            self.finish_saving()  # so that a reporter's callback and the push below upload a complete checkpoint
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(folder))
 

@@ -215,7 +215,7 @@ def bf16_unless_gpu_is_too_old(run) -> Decision:
 
 def frozen_weights_in_16_bits(run) -> Decision:
     if not run["use_peft"] or not run.hardware.cuda or not run["bf16"]:
-        return "float32", "16-bit weights lose small updates; only weights that LoRA freezes are in bf16, on a GPU"
+        return "float32", "16-bit weights lose small updates; with LoRA on a GPU, frozen weights are in bf16"
     if run.engine.kind in ("deepspeed", "fsdp"):
         return "float32", f"under {run.engine.title}, frozen and trained weights have the same type"
     return "bfloat16", "frozen weights take half the memory; the adapters stay in float32"

@@ -45,8 +45,8 @@ def recipe(name: str):
         for missing in sorted(given.keys() & legal.run_flags().keys() - fields - {"global_batch_size"}):
             what = f"{wanted.__name__} has no such field, so the value would be ignored"
             raise mistake(missing, what, "handle it in your script, or train with `recipes train`")
-        # The subclass gets two kinds of values unchecked: those of its own fields, and None for one
-        # of our flags. With TRL's `max_length=None`, for example, nothing is cut off.
+        # Two kinds of values go to the subclass unchecked: a value for a field that we do not know,
+        # and None for one of our flags. TRL's `max_length=None`, for example, cuts nothing off.
         own = {
             name: value
             for name, value in given.items()

@@ -72,7 +72,7 @@ def checked(entries: list[Any]) -> str | list[Any]:
         columns = part.columns if isinstance(part.columns, Mapping) else {None: None}
         texts = (part.name, part.split or "-", part.config or "-", *columns, *columns.values())
         if not all(isinstance(text, str) and text for text in texts):
-            what = "needs strings for a part's name, split and config, and columns such as {question: prompt}"
+            what = "needs name, split and config as text, and columns as a mapping: {question: prompt}"
             raise ValueError(f"{what}, got {part!r}")
         if part.weight is not None and (type(part.weight) not in (int, float) or not 0 < part.weight < math.inf):
             raise ValueError(f"needs a weight above 0, got {part.weight!r} for {part.name}")

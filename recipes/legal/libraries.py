@@ -17,8 +17,8 @@ from typing import Any
 
 from recipes.legal.schema import Field, Json, fields_of, package_folder
 
-# Packages that the libraries import if installed, although no fact needs them. None in sys.modules
-# makes a package look absent, which saves a quarter of the time.
+# The libraries import these packages if they are installed, although no fact needs them. An entry
+# None in sys.modules makes a package look absent, which saves a quarter of the time.
 ABSENT: dict[str, Any] = dict.fromkeys(("bitsandbytes", "datasets", "scipy", "sklearn"))
 
 
@@ -69,7 +69,7 @@ def trainer() -> Json:
 
 
 def accelerate() -> Json:
-    """Return the keys of an Accelerate YAML, its sections, and DDP and accumulation kwargs."""
+    """Return keys of an Accelerate YAML and its sections, and of DDP and accumulation kwargs."""
     from accelerate import utils
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser

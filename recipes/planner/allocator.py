@@ -41,7 +41,7 @@ ROUND_LARGE = 2 * MIB  # kRoundLarge: segments for requests from MIN_LARGE up ar
 
 _DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
 # A trace is up to 0.7 % off the bytes that a GPU allocates (python -m tests.benchmarks.published).
-# Requests below _IN_DOUBT bytes need no _UNCERTAIN: rounding up to a segment adds more on average.
+# Requests below _IN_DOUBT bytes are not enlarged: rounding to a segment adds more on average.
 _UNCERTAIN = 0.01
 _IN_DOUBT = ROUND_LARGE / 2 / _UNCERTAIN
 
@@ -221,8 +221,8 @@ class Requests:
         """Return the bytes that torch reserves.
 
         A cached block that is just large enough here may be just too small on a GPU. So a second
-        replay enlarges the steps' large requests by _UNCERTAIN, and its reserved bytes are reduced
-        by the bytes that this adds to the peak of allocations. Return the larger of both results.
+        replay enlarges the steps' large requests by _UNCERTAIN. The larger requests also raise the
+        peak of allocations: subtract that rise from the second result. Return the larger result.
         """
         exact, larger = self.replay(), self.replay(1 + _UNCERTAIN)
         return max(exact.reserved, larger.reserved - (larger.peak_allocated - exact.peak_allocated))
@@ -260,7 +260,7 @@ def with_cached(memory: Memory, limit: int) -> Components:
         if memory.kind == "fsdp":  # the reduce-scatter stream's own pool stays reserved for gradients
             idle += max(0, memory.gradients - states.gradients)
         return replace(states, cached=min(idle, limit - states.total))
-    # The replay holds the largest states of DeepSpeed and FSDP: subtract the replay's peak.
+    # The replay of DeepSpeed and FSDP always holds the largest states: subtract its own peak.
     allocated = requests.replay().peak_allocated if casts_the_model(memory.run) else states.allocated
     return replace(states, cached=max(0, requests.reserved() - allocated))
 

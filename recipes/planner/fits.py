@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Memory that must stay free, relative to the plan. On GPUs, plans were at most 5 % below measured
-# memory, for mixtures of experts 8 to 11 % (tests/benchmarks/README.md).
+# memory, except for mixtures of experts: 8 to 11 % below (tests/benchmarks/README.md).
 MARGIN = 0.06
 _estimators: dict[Any, Estimator] = {}  # by model, for all plans of this process
 
@@ -129,7 +129,7 @@ class Estimator:
 
         weights = self.weights(run)
         smallest = case.batch // (case.batch & -case.batch) if case.liger else 1
-        sizes = {30, case.length, *(size for size, _ in weights.sizes if size)}  # 30: primes of `short_lengths`
+        sizes = {30, case.length, *(size for size, _ in weights.sizes if size)}  # 30 = 2*3*5: primes of `short_lengths`
         copies = next(many for many in count(11) if all(math.gcd(many, size) == 1 for size in sizes))
         small = as_traced(self.config, replace(case, batch=smallest, copies=copies))
         return trace_any(self.config, weights, small, case.batch // smallest, self._traced)
@@ -329,7 +329,7 @@ def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> I
     if run["label_smoothing_factor"] and run["task"] == "causal_lm":
         yield "tensors that label smoothing makes from the logits are not counted: the real peak is higher"
     if compiles(run) and COMPILED not in kernels:
-        yield "savings by torch.compile are not counted: the real peak is lower, but higher with CUDA graphs"
+        yield "savings by torch.compile are not counted: the real peak is lower (with CUDA graphs, higher)"
     keeps = "which keeps batch x heads x length x length numbers in every layer"
     if EAGER in kernels:
         asked = "as requested" if run["attn_implementation"] == "eager" else "this model's default"

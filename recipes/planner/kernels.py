@@ -150,10 +150,10 @@ def is_fused(capability: tuple[int, int], query, key, value, mask=None, grouped:
 
     All fused kernels save the same tensors. Source: select_sdp_backend of torch's sdp_utils.cpp.
     Flash needs capability 8.0, 16 bits, no mask, and equal head sizes of at most 256. The efficient
-    kernel supports masks, needs aligned head sizes, refuses bfloat16 below 8.0, and up to torch
-    2.13 refuses GQA (for later torch, plans are too high). cuDNN's kernel runs masked GQA in 16
-    bits on 9.x and 10.x. The math kernel runs all else: for example GQA in fp32, and GQA without a
-    mask below 8.0 (with a mask, transformers repeats the heads).
+    kernel supports masks and needs aligned head sizes. It refuses bfloat16 below 8.0, and GQA up to
+    torch 2.13 (with a later torch, plans are too high). cuDNN's kernel runs masked GQA in 16 bits
+    on 9.x and 10.x. The math kernel runs the rest, for example GQA in fp32 and, below 8.0, GQA
+    without a mask (with a mask, transformers repeats the heads).
     """
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     half = query.dtype in _IN_16_BITS
@@ -294,7 +294,7 @@ def fuse_layers(model: Any) -> None:
 
 
 class _Norm(torch.autograd.Function):
-    """Save input, weight and a number per row. The input's gradient overwrites the result's."""
+    """Save input, weight and a number per row. The backward overwrites the result's gradient."""
 
     @staticmethod
     def forward(ctx, rows, weight):

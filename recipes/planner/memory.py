@@ -32,9 +32,9 @@ LOOP = "loop"  # the model's own code loops over a sequence
 COMPILED = "compiled"  # equal layers keep only the tensors that torch.compile's partitioner keeps
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
-# The columns of a trace's allocations. A time is the number of allocations made until then. SIZE:
-# bytes. FREED: time of the release, NEVER if the tensor outlives the trace. COMPLETE: time when the
-# tensor is a complete gradient, NEVER for others. LOGITS: 1 if the last dimension is `vocabulary`.
+# The columns of a trace's allocations. Times are counted in allocations made so far. SIZE: bytes.
+# FREED: time of the release, NEVER if the tensor outlives the trace. COMPLETE: time when the tensor
+# is a complete gradient, NEVER for other tensors. LOGITS: 1 if the last dimension is `vocabulary`.
 SIZE, FREED, COMPLETE, LOGITS = range(4)
 NEVER = 1 << 62
 ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of CUDACachingAllocator.cpp
@@ -111,8 +111,8 @@ class Traced:
     def moments(self) -> np.ndarray:
         """The bytes alive at each moment, in the columns activations, logits and gradients.
 
-        Two moments follow each allocation. In the second, the gradients that are complete by then
-        have moved from activations to gradients.
+        Two moments follow each allocation. In the second moment, gradients that are now complete
+        count as gradients, no longer as activations.
         """
         if not len(self.allocations):
             return np.zeros((1, 3), int)

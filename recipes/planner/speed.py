@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # The share of a GPU's peak that trainings reach (MFU), and its source. The first entry that the
 # GPU's name starts with is used. torchtitan: Llama 3 8B with FSDP2, in docs/performance.md,
 # 33 % on eight H100 without torch.compile (39 % with it), 57 % on 64 A100. RTX 4090: GPT-2 at 29 %
-# of an A100's peak, github.com/karpathy/nanoGPT/issues/182. V100: bert-large in fp16, 18.64
-# sequences of 512 tokens per second, in Hugging Face's guide to training on a single GPU.
+# of an A100's peak, 55 % of its own, github.com/karpathy/nanoGPT/issues/182. V100: bert-large in
+# fp16, 18.64 sequences of 512 tokens per second, in Hugging Face's single-GPU training guide.
 _MFU = (
     ("H", 0.33, "torchtitan, H100"),
     ("A100", 0.57, "torchtitan, A100"),
@@ -33,8 +33,8 @@ _MFU = (
 )
 
 # Bus bandwidth of nccl-tests between the GPUs of one node. NVLink: a ring reaches 370 GB/s of the
-# 450 that an H100's links have (NCCL's author, github.com/NVIDIA/nccl-tests/issues/212). V100 and
-# B200 are scaled by their data sheets: a third and twice the H100's links. A100: 200 (issues/149).
+# 450 that an H100's links have (NCCL's author, github.com/NVIDIA/nccl-tests/issues/212). By data
+# sheets, V100's links have a third of H100's bandwidth, B200's links twice. A100: 200 (issues/149).
 # PCIe: 20 of the 32 GB/s of Gen4 (issues/178); other generations are scaled in proportion.
 _NVLINK = {"H100 SXM": 370e9, "H200 SXM": 370e9, "A100": 200e9, "V100": 123e9, "B200": 740e9}
 _OF_PCIE = 20 / 32

@@ -299,7 +299,7 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
 
 
 def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Return the case without PACKAGED if the model ignores it, and uncompiled if it has loops."""
+    """Return the case: uncompiled if the model loops, without PACKAGED if it ignores PACKAGED."""
     by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
     attention = case.attention if by_name or case.attention != PACKAGED else None
     return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
@@ -322,12 +322,12 @@ def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: flo
 
 
 def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
-    """Trace shallow copies of a deep model, and extrapolate. None if layers or traces differ.
+    """Extrapolate from traces of shallow models. None if no layers repeat, or if traces mismatch.
 
     Without checkpointing, the last layer's backward differs from the other layers'. In 16 bits
     without autocast, the last layer's result is freed sooner. Compiled with adapters, the first
     layer differs from the others. For each of these reasons that applies, the shallow models get
-    one more group of layers, so that no moment of the deep model is underestimated.
+    one more piece of layers, so that no moment of the deep model is underestimated.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
@@ -341,7 +341,7 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
         # Sliding-window attention often takes as much memory as full attention. If two adjacent
         # layers of different kinds take equal memory, a piece is one layer, not a group of both.
         turns = [n for n in range(first, len(types) - 1) if types[n - 1] not in (types[n], types[0])]
-        for end in turns[:1]:  # the shallow model begins where its layers are of both kinds
+        for end in turns[:1]:  # the layers from `start` to `end` are of both kinds
             start = min(end - first, end - 1 - types[:end][::-1].index(types[end]))
             tries.insert(0, (range(start, end), range(start, end + 1), len(types) - (end - start)))
     traces: dict[range, Traced] = {}
@@ -399,8 +399,8 @@ def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> 
     """Extrapolate to another length from traces of three lengths with equally many tokens.
 
     A size is constant (most are), grows with the length (attention scores), or shrinks (the state
-    of a sequence). The result has nine allocations: gradients, activations and logits at each of
-    three moments (with the most activations and logits, the largest total, and all gradients).
+    of a sequence). The result has nine allocations. They are gradients, activations and logits at
+    three peaks: of activations and logits together, of the total, and of gradients.
     """
     kinds = np.array([(1, one, 1 / one) for one in lengths])
     weights = np.linalg.solve(kinds.T, (1, length, 1 / length))
@@ -423,7 +423,7 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
     the earliest possible allocation, to 1, the latest. Raises `ValueError` if operations differ, or
-    if the time of a release is not linear both in the number of pieces and in its piece's index.
+    if a release time does not grow linearly with the number of pieces and the index of its piece.
     """
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward

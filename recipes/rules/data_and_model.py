@@ -257,7 +257,7 @@ def the_model_can_do_the_task(run):
 
 @rule_of_train_py
 def sequences_fit_the_model(run):
-    """A longer sequence ends in `IndexError` in a table of positions; rotary models accept it."""
+    """A sequence beyond a table of positions ends in `IndexError`. Rotary models have no table."""
     positions = max_positions(known_config(run)) or math.inf
     if not run.explicit("max_length") or run["max_length"] <= positions:
         return  # train.py lowers a length that the user did not set

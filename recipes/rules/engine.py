@@ -171,7 +171,7 @@ _SECTIONS = {
     "fp8_config": None,
     "megatron_lm_config": "megatron_lm",
 }
-# `accelerate config` itself writes keys that the launcher ignores here: such keys get only advice.
+# Unknown keys here get only advice: `accelerate config` writes keys that the launcher ignores.
 _LOOSE_SECTIONS = ("fp8_config", "megatron_lm_config")
 
 
@@ -374,8 +374,8 @@ def fsdp2_is_chosen(run):
 @rule
 def fsdp2_shards_layer_by_layer(run):
     """If auto_wrap_policy wraps nothing, FSDP2 gathers the whole model at once, and accelerate's
-    checkpointing ends with a TypeError. SIZE_BASED_WRAP also wraps the list of layers, except in
-    the demonstration: `fully_shard does not support containers that do not implement forward`.
+    checkpointing ends with a TypeError. Except in the demonstration, SIZE_BASED_WRAP also wraps the
+    list of layers: `fully_shard does not support containers that do not implement forward`.
     """
     section, fix = run.engine.fsdp, "TRANSFORMER_BASED_WRAP"
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()
@@ -426,7 +426,7 @@ def _finds_unused(run: RunSpec) -> bool:
 
 
 def _offloads_gradients(run: RunSpec) -> bool:
-    """True if `--fsdp` offloads under FSDP2. accelerate adds the backend gloo only for a YAML."""
+    """True if `--fsdp` offloads under FSDP2. accelerate adds gloo only if a YAML offloads."""
     offloads = is_true(mapping(run["fsdp_config"]).get("cpu_offload")) or "offload" in str(run["fsdp"]).split()
     return bool(run["fsdp"]) and offloads and fsdp_version(run) == 2
 

@@ -268,7 +268,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
 
     class Config(DeepSpeedConfig):
         def _configure_train_batch_size(self) -> None:
-            # Count every process of an autotp_size group, but only one process per shared sequence.
+            # Every process of an autotp_size group counts, but only one per shared sequence.
             self.world_size = run.data_parallel_size * tensor // self._param_dict.get("sequence_parallel_size", 1)
             super()._configure_train_batch_size()
 
@@ -391,10 +391,10 @@ def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
 def refused_by_library(
     run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
 ) -> Problem:
-    """Turn a library's error into a problem about a setting that the message names and the user
-    wrote. If there is none, and a `file` with its `content` is given, the subject is a key whose
-    name or value is in the message, else the file. Without a file, the subject is a setting in
-    `about` ("a b c") that the user wrote, else one in the message, else TrainingArguments.
+    """Turn a library's error into a problem. The subject is a setting that the user wrote and the
+    message names. Otherwise, with a `file`, the subject is a key of the file's `content` whose name
+    or value is in the message, else the file. Without a `file`, the subject is a setting in
+    `about` ("a b c") that the user wrote, else a setting in the message, else TrainingArguments.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # without pydantic's details for programmers
     lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)

@@ -37,7 +37,7 @@ Words = str | Callable[[RunSpec], str]
 
 
 def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
-    """Return a rule: if `when(run)`, it reports the setting, or those of several that are on.
+    """Return a rule that reports `settings` if `when(run)`; of several, only those that are on.
 
     A name in capitals is an environment variable. Any other name that is not a setting is a key of
     the YAML. `why` is the failure that the rule prevents; the default is `what`.
@@ -146,8 +146,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "eval_accumulation_steps dataloader_prefetch_factor early_stopping_patience dataset_num_proc lora_r "
      "save_total_limit"),  # Trainer reads 0 as no limit
     ("a number of steps, or -1 to train for num_train_epochs", lambda value: value != 0, "max_steps"),
-    ("a number of steps, or a fraction of the run (below 1)", lambda value: value > 0, "logging_steps save_steps"),
-    ("a number of steps, or a fraction of the run (below 1)", lambda value: value >= 0, "eval_steps"),
+    ("a number of steps, or a part of the run, such as 0.1", lambda value: value > 0, "logging_steps save_steps"),
+    ("a number of steps, or a part of the run, such as 0.1", lambda value: value >= 0, "eval_steps"),
     ("a number above 0", lambda value: value > 0, "num_train_epochs memory_limit lora_alpha"),
     ("a number from 0 up", lambda value: value >= 0, "eval_delay learning_rate weight_decay"),
     ("a number from 0 to 1", lambda value: 0 <= value <= 1, "label_smoothing_factor"),
@@ -361,7 +361,7 @@ _ADVICE = (
                "use_seedable_sampler false: a resume within an epoch repeats some examples and skips others",
                "leave use_seedable_sampler out", "A checkpoint lacks the sampler's state: a resume shuffles anew."),
     advice_row("a_filtered_nan_stops_no_run", "logging_nan_inf_filter", lambda run: run["logging_nan_inf_filter"],
-               "true hides a NaN: the run trains on to its end, with a logged loss of 0",
+               "true hides a NaN: the run goes on to its end, and logs a loss of 0",
                "--logging_nan_inf_filter false",
                "train.py stops at a logged NaN, before save_total_limit deletes the last good checkpoint."),
     advice_row("a_stream_has_no_epochs", "dataset_streaming",
@@ -400,7 +400,7 @@ _OF_TRAIN_PY = (
               "Joined examples would share one label, and a label has no assistant or completion part."),
     error_row("batches_are_not_dispatched", "accelerator_config",
               lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1,
-              "dispatch_batches needs batches of equal length, and the examples that it repeats count in the loss",
+              "dispatch_batches needs batches of equal length, and repeats examples, which then count in the loss",
               "leave dispatch_batches out: each process reads its own batches",
               "The first step fails: `You can't use batches of different size with dispatch_batches=True`. With "
               "--packing, the losses of examples that fill up the last batch are counted."),
@@ -444,7 +444,7 @@ _OF_TRAIN_PY = (
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
                lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],
-               "is 'no', so nothing shows when the model overfits",
+               "is 'no', so overfitting would go unnoticed",
                f"--eval_strategy epoch {HELD_OUT}"),
 
     # What train.py does, and what it does not

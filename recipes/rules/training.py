@@ -59,7 +59,7 @@ def nested_files_can_be_read(run):
             yield Problem(name, what, "give a JSON object, or the path of a file with one")
 
 
-# Name in `report_to` -> modules of other names, one of which must be installed. kubeflow has none.
+# Name in `report_to` -> its modules, if they have other names: one is needed. kubeflow needs none.
 _REPORTED_BY = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "", "tensorboard": "tensorboard tensorboardX"}
 
 

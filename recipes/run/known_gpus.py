@@ -3,8 +3,8 @@
 A GPU has three memory sizes: the size on the box, the total that nvidia-smi shows, and the memory
 that CUDA and torch can allocate. The driver keeps 0.25 to 0.9 GiB of the total for itself, so a
 plan must fit the third size, which varies with the driver: `torch_bytes` is the smallest seen.
-ECC is as shipped: on for data centre GPUs, where it takes a sixteenth of GDDR6 memory, and off for
-RTX A6000 and RTX 6000 Ada.
+The sizes hold with ECC as shipped. ECC is on in data centre GPUs, where it takes a sixteenth of
+GDDR6 memory. ECC is off in RTX A6000 and RTX 6000 Ada.
 
 Peaks are for dense matrices with fp32 accumulation at the boost clock: half of a datasheet's
 figure "with sparsity". The table known_gpus.csv has sizes in MiB, as nvidia-smi and torch print

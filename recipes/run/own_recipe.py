@@ -9,8 +9,8 @@ A YAML states a base and the changes to it, each value with its reason, as in ca
     changes:
       learning_rate: [5.0e-5, best of the three that we tried]
 
-A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. Name file
-and function: `--recipe mine.py:function`. In Python, the base may also be a recipe of your own.
+A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. The flag
+is `--recipe mine.py:function`. In Python, the base may also be a recipe of your own.
 """
 
 import re

@@ -17,12 +17,12 @@ from recipes.run.hardware import Hardware
 class Place:
     """The processes of a run and their machine, before the launch or in a launched process.
 
-    `world_size` counts all processes, `local_world_size` the processes of one node. If another
-    machine will train, `packages` are the packages known to be installed there; None: the run
-    trains here. `yaml` is the engine of the Accelerate YAML that the user names for the launch, or
-    None. `launched` is True in a launched process of train.py: its environment then shows the
-    engine that the launcher has set up. `trained_by` is train.py, the user's own script, or nobody
-    for a command that trains nothing, such as `recipes plan`, `show`, `generate` or `merge`.
+    `world_size` counts all processes, `local_world_size` the processes of one node. If this machine
+    will train, `packages` is None; else `packages` are known to be installed on the other machine.
+    `yaml` is the engine of the Accelerate YAML that the user names for the launch, or None.
+    `launched` is True in a launched process of train.py, whose environment shows the engine that
+    the launcher has set up. `trained_by` is train.py, the user's own script, or nobody for a
+    command that trains nothing, such as `recipes plan`, `show`, `generate` or `merge`.
     """
 
     world_size: int

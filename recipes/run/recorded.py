@@ -3,7 +3,7 @@
 The new run gets the values that the user wrote, except secrets and flags for one start, such as
 --fresh. The other values are derived again. If a derived value would now differ (another library
 version, a limit of the model, a micro-batch that `--fit` found), the new run gets the recorded
-value, except a secret, a path, an illegal value, and a value that another machine decided.
+value. Secrets, paths, illegal values and the decisions of another machine are not taken over.
 """
 
 import json

@@ -106,9 +106,9 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 
 def _volume_bound(row: Timing, waits: float) -> bool:
-    """True if sending a step's bytes takes longer than a quarter of `waits`, the seconds spent
-    waiting (busy cores can cause the rest), and longer than twice the latency of all collectives
-    (the bandwidth measured for small messages includes latency). False if a value is unknown.
+    """True if sending a step's bytes takes over a quarter of `waits`, the seconds of waiting, and
+    over twice the latency of all collectives. Busy cores can cause the rest of the wait.
+    Bandwidth measured for small messages includes latency. False if a value is unknown.
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False

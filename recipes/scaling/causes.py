@@ -265,8 +265,8 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
         yield "contention", middle / share, words
     if whole:
         ideal = whole / row.num_processes
-        words = f"one process alone takes {alone} for 1/{row.num_processes} of the batch; in proportion "
-        words += f"to its time for the whole batch, this would be {milliseconds(ideal)}"
+        words = f"one process alone takes {alone} for 1/{row.num_processes} of the batch; that share "
+        words += f"of its time for the whole batch would be {milliseconds(ideal)}"
         yield "work", share / ideal, words
 
 

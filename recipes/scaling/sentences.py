@@ -98,7 +98,7 @@ def _too_noisy(size: Size) -> str:
 
 def _beside_one(size: Size) -> str:
     return (
-        "Contention, too little work per step and the total lost time show only in comparison with one process: "
+        "Only a comparison with one process shows contention, too little work per step and the total lost time: "
         f"`recipes scale run --num_processes 1 {size.num_processes}`."
     )
 

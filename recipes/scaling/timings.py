@@ -48,7 +48,7 @@ class Timing:
 
     # The parts of a step, in the order in which they happen. The parts add up to a step. Each is a
     # mean over the processes, except `communication`, `logging` and `saving`. The times of logging
-    # and saving are those of the process that writes; `other` lacks other processes' wait for it.
+    # and saving are those of the process that writes; `other` leaves out the wait for that process.
     data_wait: float | None = None
     forward: float | None = None
     backward: float | None = None  # without the wait for communication

@@ -252,8 +252,8 @@ class _Template:
 
     def _end(self, number: int) -> int:
         """Return the index in `text` where an answer ends, for a template that writes the last
-        answer differently, as Qwen 3's does. A mark in place of the answer shows all later text; a
-        chat that ends with this mark shows the token that closes the answer.
+        answer differently, as Qwen 3's does. A mark replaces the answer. Behind the mark, the chat
+        has all later text or, without later messages, the token that closes the answer.
         """
         chat = [*self.chat[:number], {**self.chat[number], "content": "\0"}]
         after = closing = ""

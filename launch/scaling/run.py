@@ -282,5 +282,5 @@ def _find(key: str, advice: list[Advice], size: Size) -> Advice:
     if found:
         return found
     world, keys = plural(size.num_processes, "process"), [one.key for one in ready]
-    fix = f"choose one of {', '.join(keys)}" if keys else "set --num_processes to a number with advice in the report"
+    fix = f"choose one of {', '.join(keys)}" if keys else "choose a --num_processes that the report has advice for"
     raise mistake("apply", f"the report has no advice {key or 'that can be tried'} for {world}", fix)

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _plain(value: object) -> object:
-    """Return a field as a dict, a set as a list, and None for an object that JSON cannot hold."""
+    """For JSON, return a `Field` as a dict, a set as a list, and any other object as None."""
     if isinstance(value, Field):
         return vars(value)
     return sorted(value) if isinstance(value, (set, frozenset)) else None

@@ -196,11 +196,11 @@ class Requests:
         return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
-        """Add the requests of loading all frozen parameters in `sizes` (`Weights.sizes`).
+        """Add allocations and frees that load all frozen parameters in `sizes` (`Weights.sizes`).
 
         `from_pretrained` first allocates and frees all their bytes (`caching_allocator_warmup`). It
-        then packs each 4-bit matrix on the GPU into `packed` bytes per parameter. All other frozen
-        parameters are loaded in 2 bytes each, and cast to `other` bytes last.
+        then packs each 4-bit matrix on the GPU into `packed` bytes per parameter. The rest is
+        loaded in 2 bytes per parameter, and cast to `other` bytes at the end.
         """
         base = [(size, kind == IN_4_BITS) for size, kind in sizes if kind != TRAINED]
         self.free([self.allocate(sum(size // 2 if small else 2 * size for size, small in base))])

@@ -98,8 +98,8 @@ class Traced:
     """The memory of one micro-batch, without parameters and buffers.
 
     The first `made_forward` rows of `allocations` come from the forward. `kernels` may hold EAGER
-    or MATH (unfused attention ran), LOOP (`_at_length` made the trace) and COMPILED (compiled
-    layers). `made_by` has each row's operation and size, if the trace was not extrapolated.
+    or MATH (unfused attention ran), COMPILED (layers were compiled), and LOOP (`_at_length` made
+    the trace). `made_by` has each row's operation and size, unless the trace was extrapolated.
     """
 
     allocations: np.ndarray

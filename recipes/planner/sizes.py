@@ -128,7 +128,7 @@ def _shape_of(model: str) -> tuple[Shape, Shape]:
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """Return a configuration for a `SHAPES` name, or a size of 40M to 2000B (else `UserError`)."""
+    """Return the configuration of a `SHAPES` name or of a size, 40M to 2000B (else `UserError`)."""
     shape, _ = _shape_of(model)  # raises before the import, which takes seconds
     from transformers import AutoConfig
 

@@ -172,7 +172,7 @@ def test_only_a_rotary_model_may_train_beyond_its_position_limit(kind, severity,
     assert [(one.severity, "rope_parameters" in one.fix) for one in found] == [(severity, kind == "rotary")]
 
 
-def test_an_encoder_sees_the_tokens_that_a_language_model_has_to_predict(tmp_path):
+def test_bert_is_refused_as_a_language_model_because_it_sees_the_tokens_that_it_has_to_predict(tmp_path):
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
     model = AutoModelForCausalLM.from_config(BertConfig(**sizes)).eval()
     first = [model(input_ids=torch.tensor([[1, token]])).logits[0, 0] for token in (2, 3)]

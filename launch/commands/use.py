@@ -236,7 +236,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     before, merged = _logits(model, eos), model.merge_and_unload()
     difference = float((before - _logits(merged, eos)).abs().max()) / (float(before.abs().max()) or 1.0)
     limit = TOLERANCE[dtype]
-    compared = f"{plural(INPUTS, 'input')} differ from adapter plus base by {difference:.1e} of the largest logit"
+    compared = f"{plural(INPUTS, 'input')} and those of adapter plus base differ by {difference:.1e} of the largest"
     if not difference <= limit:  # NaN too
         print_note(f"logits of {compared}, more than the limit of {limit:g} for {dtype}: nothing was written", out)
         return 1

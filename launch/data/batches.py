@@ -147,7 +147,7 @@ def teaches(run: Settings, first_learned: np.ndarray) -> np.ndarray:
         return first_learned < run["max_length"]
     found = first_learned < NOTHING
     if (first_learned[found] > 1).any():
-        what = "wrapped can join only texts that are learned in full, but the data has prompts that are not learned"
+        what = "`wrapped` joins only texts that are learned in full, but the data has prompts that are not learned"
         raise mistake("packing_strategy", what, "--packing_strategy bfd, or --completion_only_loss false")
     return found
 

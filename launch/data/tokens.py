@@ -152,8 +152,8 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
     `place`. `first` is the index, in the whole split, of the first row to yield.
 
     From the second table on, `workers` threads of the tokenizer do the work: processes took 50 %
-    more memory. At the end the threads are turned off, because they hang in a forked process (not
-    if TOKENIZERS_PARALLELISM was true). Chat templates, a sixth of the work, use one thread.
+    more memory. The threads are turned off at the end, because they would hang a forked process. If
+    TOKENIZERS_PARALLELISM was true, they stay on. Chat templates, a sixth of the work, use one.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start

@@ -82,10 +82,10 @@ TOPICS = {
     "accumulation": Topic(
         "the same batch at once or in parts, with and without no_sync",
         (
-            Variant("1 micro-batch of 8", _AT_ONCE),
-            Variant("8 of 1, synchronised each time", _AT_EACH, 8, no_sync=False),
-            Variant("8 of 1, no_sync", _NO_SYNC, 8),
-            Variant("8 of 1, no_sync, loss not divided", _UNDIVIDED, 8, divide=False),
+            Variant("1 micro-batch of size 8", _AT_ONCE),
+            Variant("8 of size 1, synchronised each time", _AT_EACH, 8, no_sync=False),
+            Variant("8 of size 1, no_sync", _NO_SYNC, 8),
+            Variant("8 of size 1, no_sync, loss not divided", _UNDIVIDED, 8, divide=False),
         ),
         (
             "the last two rows do the same work: the difference between their speeds is noise",

@@ -423,7 +423,7 @@ def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Trac
     The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
     `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
     the earliest possible allocation, to 1, the latest. Raises `ValueError` if operations differ, or
-    if a release time does not grow linearly with the number of pieces and the index of its piece.
+    if a tensor's release time is not linear in the number of pieces and in its own piece's index.
     """
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward

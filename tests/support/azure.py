@@ -3,9 +3,7 @@
 import contextlib
 import http.server
 import json
-import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -115,27 +113,9 @@ class Workspace:
 
 
 @contextlib.contextmanager
-def loopback(folder: Path, monkeypatch: Any) -> Iterator[Workspace]:
-    """The workspace. The environment points to it: a real client with a real login finds it."""
-    workspace = Workspace()
-    certificate = folder / "certificate.pem"
-    openssl = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
-    names = "subjectAltName=DNS:localhost,DNS:acct.blob.localhost,IP:127.0.0.1"
-    words = [*openssl.split(), "-addext", names, "-keyout", folder / "key.pem", "-out", certificate]
-    subprocess.run(words, check=True, capture_output=True)
-    with _serving(workspace, certificate, folder / "key.pem") as workspace.port:
-        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
-        monkeypatch.setenv("ARM_CLOUD_METADATA_URL", f"{workspace.address}/metadata")
-        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "")  # the SDK sets it: afterwards it is taken back
-        monkeypatch.delenv("AZUREML_CURRENT_CLOUD")
-        monkeypatch.setenv("IDENTITY_ENDPOINT", f"{workspace.address}/token")  # a managed identity's
-        monkeypatch.setenv("IDENTITY_HEADER", "any")
-        monkeypatch.setattr(socket, "getaddrinfo", _only_here)
-        yield workspace
+def serving(workspace: Workspace, certificate: Path, key: Path) -> Iterator[int]:
+    """The port at which the workspace answers, over TLS."""
 
-
-@contextlib.contextmanager
-def _serving(workspace: Workspace, certificate: Path, key: Path) -> Iterator[int]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -171,13 +151,3 @@ def _serving(workspace: Workspace, certificate: Path, key: Path) -> Iterator[int
     finally:
         server.shutdown()
         server.server_close()
-
-
-_real_getaddrinfo = socket.getaddrinfo
-
-
-def _only_here(host: Any, *others: Any, **named: Any) -> Any:
-    name = host.decode() if isinstance(host, bytes) else host
-    if name == "127.0.0.1" or str(name).endswith("localhost"):
-        return _real_getaddrinfo("127.0.0.1", *others, **named)
-    raise socket.gaierror(f"{name} is not on this machine")

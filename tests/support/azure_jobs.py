@@ -10,20 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.host.processes import free_port
-from launch.jobs.azure import Azure
-from launch.jobs.job import Job
-from tests.support.jobs import job
 from tests.support.waiting import PATIENCE
-
-
-def written(training: Job, flags: Azure, folder: Path) -> Path:
-    """The job's YAML in a folder, beside the code that it uploads; without files of its own, since
-    a test's model may be anywhere.
-    """
-    file = folder / "job.yaml"
-    file.write_text(flags.render(training), encoding="utf-8")
-    flags.stage(job(), folder)
-    return file
 
 
 def sent(file: Path) -> dict:

@@ -6,7 +6,6 @@ that its own plugin and `fully_shard` shard the model over gloo.
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -14,10 +13,9 @@ from unittest import mock
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from transformers import TrainerCallback
 
 from launch import train
-from launch.training import timing, trainer
+from launch.training import timing
 from recipes.run.hardware import Hardware
 
 
@@ -58,26 +56,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.element_size() if local.dim() else 0
 
 
-def stop_the_last_rank(step: int) -> None:
-    """The last rank gets SIGTERM at the end of a step, as from a node that is taken away."""
-    build_trainer = trainer.build_trainer
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == step and args.process_index == args.world_size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    def stopping(*args, **kwargs):
-        trainer = build_trainer(*args, **kwargs)
-        trainer.callback_handler.callbacks.insert(0, Stop())
-        return trainer
-
-    trainer.build_trainer = stopping
-
-
 if __name__ == "__main__":
     lift_the_refusal()
     count_what_each_rank_holds()
-    if "STOP_AT_STEP" in os.environ:
-        stop_the_last_rank(int(os.environ["STOP_AT_STEP"]))
     sys.exit(train.main())

@@ -1,6 +1,5 @@
 """Arguments that careless quoting breaks, and a stand-in for train.py that notes its arguments."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +30,3 @@ def hostile_job(words: list[str], folder: Path) -> Job:
     script = folder / "note the words.py"
     script.write_text(_NOTE.format(file=str(folder / "words.json")))
     return replace(job(gpu=False), argv=("--recipe", "standard", *words), script=str(script))
-
-
-def received(folder: Path) -> list[str]:
-    """The arguments that arrived, without the recipe's own two."""
-    return json.loads((folder / "words.json").read_text())[2:]

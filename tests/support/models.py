@@ -16,7 +16,6 @@ from recipes.run.hardware import Hardware
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LANGUAGE = Data(None, None, None, "texts", None)
-CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"], problem_type="single_label_classification")
 
 
 def chat_tokenizer():
@@ -68,7 +67,3 @@ def problem(run, data=LANGUAGE):
 def loss_of(model):
     ids = torch.arange(1, 17).unsqueeze(0)
     return model(input_ids=ids, labels=ids).loss
-
-
-def trainable(model):
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -5,7 +5,7 @@ the cause of a slow step is known: the effect without which the step at the larg
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from statistics import fmean, median_low
 
@@ -85,41 +85,6 @@ def train(training: Training, world: int, batch: int, fed: bool = False) -> Step
     return Step(busy + wait + logging + saving, own, wait, logging, saving)
 
 
-# --- What causes it ------------------------------------------------------------------------------
-
-CAUSES = ("communication", "contention", "data", "work", "straggler", "logging", "saving")
-HEALTHY, CLEAR = 0.08, 0.15  # shares of a step that are saved without an effect
-
-
-def without(training: Training, causes: tuple[str, ...] | list[str], world: int) -> Training:
-    """The training without these effects. Without lost work, fixed costs shrink as samples do."""
-    passes = training.passes(training.global_batch / world)
-    fixed = training.launch * training.passes(training.global_batch) / (world * passes)
-    ideal = {
-        "communication": {"bandwidth": math.inf, "latency": 0.0},
-        "contention": {"contention": 0.0},
-        "data": {"loading": 0.0},
-        "work": {"launch": fixed, "optimizer": training.optimizer / world},
-        "straggler": {"slow_computing": 1.0},
-        "logging": {"log": 0.0},
-        "saving": {"checkpoint": 0.0},
-    }
-    return replace(training, **{name: value for cause in causes for name, value in ideal[cause].items()})
-
-
-def gains(training: Training, world: int) -> dict[str, float]:
-    """The share of a step at that size that is saved without each effect; and without all."""
-    step = train(training, world, training.global_batch).step
-    switched_off = {**{cause: (cause,) for cause in CAUSES}, "all": CAUSES}
-    return {
-        name: 1 - train(without(training, causes, world), world, training.global_batch).step / step
-        for name, causes in switched_off.items()
-    }
-
-
-# --- What is measured ----------------------------------------------------------------------------
-
-
 def measured(
     training: Training, largest: int, repeats: int, random: Random, noise: float = 0.03, within: float = 0.01
 ) -> list[Timing]:
@@ -177,51 +142,3 @@ def _row(training: Training, scaling: str, world: int, batch: int, off: list[flo
         workers=training.workers,
         **parts,
     )
-
-
-def draw(random: Random, effects: int | None = None) -> tuple[Training, int]:
-    """A random training and largest size: `effects` are large (by default none to three)."""
-    largest = random.choice([2, 4, 8])
-    large = random.sample(CAUSES, random.choice([0, 1, 1, 2, 2, 3]) if effects is None else effects)
-    each = random.choice([1, 2, 4, 8, 16, 32])  # samples of a process at the largest size
-    work = each * (sample := _between(random, 2e-4, 5e-2))
-
-    def size(cause: str, low: float, high: float) -> float:
-        """Seconds, against the computing of a process at the largest size."""
-        return work * (_between(random, low, high) if cause in large else _between(random, 0.003, 0.06))
-
-    limit = random.choice([each, 2 * each, each * largest, max(1, each // 4)])
-    passes = math.ceil(each / limit)
-    fixed, in_launch = size("work", 0.3, 5), random.random()
-    gradients, buckets = _between(random, 2e6, 8e9), random.choice([1, 2, 5, 12, 40])
-    every = random.random() < 0.2
-    exchanging, in_latency = size("communication", 0.3, 4) / (passes if every else 1), random.random() ** 3
-    workers = random.choice([0, 2, 4])
-    behind = work * (_between(random, 1.2, 4) if "data" in large else _between(random, 0.03, 0.7))  # the computing
-    loading = behind if workers else size("data", 0.3, 3)
-    return Training(
-        global_batch=each * largest,
-        largest_micro_batch=limit,
-        forward=sample / 3,
-        backward=sample * 2 / 3,
-        launch=fixed * in_launch / passes,
-        optimizer=fixed * (1 - in_launch),
-        gradients=gradients,
-        buckets=buckets,
-        bandwidth=2 * (largest - 1) / largest * gradients / (exchanging * (1 - in_latency)),
-        latency=exchanging * in_latency / buckets / (2 * (largest - 1)),
-        overlapped=random.random() < 0.6,
-        every_micro_batch=every,
-        contention=size("contention", 0.25, 3) / work / (largest - 1),
-        loading=loading / each * max(1, workers),
-        workers=workers,
-        slow_computing=1 + size("straggler", 0.25, 2) / work,
-        slow_rank=random.randrange(largest),
-        log=size("logging", 0.3, 3) * 10,
-        checkpoint=size("saving", 0.3, 3) * 20,
-    ), largest
-
-
-def _between(random: Random, low: float, high: float) -> float:
-    """A number between the two; each order of magnitude is equally likely."""
-    return math.exp(random.uniform(math.log(low), math.log(high)))

@@ -19,15 +19,6 @@ class SlowLlamaForCausalLM(LlamaForCausalLM):
 """
 
 
-def write_slow_model(folder: Path, tiny_model: Path, seconds: float, restarts: int = 100) -> list[str]:
-    """The tiny model with a pause in it, until Slurm has requeued it `restarts` times.
-
-    Returns the flags to load it.
-    """
-    when = f'int(os.environ.get("SLURM_RESTART_COUNT", 0)) < {restarts}'
-    return write_model_with(f"time.sleep({seconds} if {when} else 0)", folder, tiny_model)
-
-
 def write_model_with(pause: str, folder: Path, tiny_model: Path) -> list[str]:
     """The tiny model that runs these statements before its forward pass; the flags to load it."""
     shutil.copytree(tiny_model, folder)

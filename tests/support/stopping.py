@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.support.running import ROOT, SCRIPT, fork
+from tests.support.running import ROOT, SCRIPT
 from tests.support.waiting import PATIENCE, wait_for
 
 
@@ -65,28 +65,6 @@ class Run:
         """Everything it printed, once it and all its ranks have ended."""
         self.process.wait(PATIENCE)
         wait_for("the end of all ranks", lambda: not self.ranks())
-        return self.output_so_far()
-
-
-class Forked(Run):
-    """One rank without a launcher, in a process that need not import everything: for what comes
-    after that.
-    """
-
-    def start(self, argv: list[str]) -> None:
-        self.process = fork(dict(os.environ), argv, self.log.fileno())
-
-    def __exit__(self, *exception):
-        self.process.kill()
-
-    def has_ended(self) -> bool:
-        return self.process.exitcode is not None
-
-    def ranks(self) -> list[int]:
-        return [self.process.pid]
-
-    def end(self) -> str:
-        self.process.join(PATIENCE)
         return self.output_so_far()
 
 

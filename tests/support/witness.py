@@ -1,23 +1,26 @@
 """train.py on CPU ranks that writes down what every step trains on, and stops where it is told to.
 
 `examples-RANK.jsonl` beside the results gets a line per micro-batch: the step, and a name for each
-of its examples. FSDP trains, too (tests/support/fsdp_on_cpu.py); STOP_AT_STEP is read as there.
+of its examples. FSDP trains, too (fsdp_on_cpu.py). At STOP_AT_STEP the last rank gets SIGTERM.
 """
 
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
+from transformers import TrainerCallback
+
 from launch import train
 from launch.data.encode import IGNORED
-from launch.training.trainer import RecipeTrainer
-from tests.support.fsdp_on_cpu import lift_the_refusal, stop_the_last_rank
+from launch.training import trainer
+from tests.support.fsdp_on_cpu import lift_the_refusal
 
 
 def write_down_examples() -> None:
-    of_trainer = RecipeTrainer.get_batch_samples
+    of_trainer = trainer.RecipeTrainer.get_batch_samples
 
     def seen(self, epoch_iterator, num_batches, device):
         samples, items = of_trainer(self, epoch_iterator, num_batches, device)
@@ -31,11 +34,28 @@ def write_down_examples() -> None:
                 stream.write(json.dumps([self.state.global_step, [_name(row) for row in rows if row]]) + "\n")
         return samples, items
 
-    RecipeTrainer.get_batch_samples = seen
+    trainer.RecipeTrainer.get_batch_samples = seen
 
 
 def _name(tokens: list[int]) -> str:
     return hashlib.sha256(str(tokens).encode()).hexdigest()[:8]
+
+
+def stop_the_last_rank(step: int) -> None:
+    """The last rank gets SIGTERM at the end of a step, as from a node that is taken away."""
+    build_trainer = trainer.build_trainer
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step and args.process_index == args.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def stopping(*args, **kwargs):
+        trainer = build_trainer(*args, **kwargs)
+        trainer.callback_handler.callbacks.insert(0, Stop())
+        return trainer
+
+    trainer.build_trainer = stopping
 
 
 if __name__ == "__main__":

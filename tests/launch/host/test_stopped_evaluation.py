@@ -10,9 +10,10 @@ import pytest
 
 from launch.host.signals import EXIT_CODE
 from launch.output.checkpoints import newest_valid
-from tests.support.running import eval_losses, launch_quickly, losses, read_record, train_here
+from tests.support.running import eval_losses, fork, launch_quickly, losses, read_record, train_here
 from tests.support.slow_model import write_model_with
-from tests.support.stopping import TWO_RANKS, Forked, Run
+from tests.support.stopping import TWO_RANKS, Run
+from tests.support.waiting import PATIENCE
 
 STEPS = (
     "--max_steps 8 --logging_steps 1 --learning_rate 1e-3 --global_batch_size 4 "
@@ -37,6 +38,28 @@ def slow(tiny_model, texts, tmp_path):
 def quick(slow, texts, tmp_path):
     """Trains the same to its end in this process, and quickly."""
     return lambda output, *flags: train_here(tmp_path / "model", texts, output, "--trust_remote_code", *STEPS, *flags)
+
+
+class Forked(Run):
+    """One rank without a launcher, in a process that need not import everything: for what comes
+    after that.
+    """
+
+    def start(self, argv: list[str]) -> None:
+        self.process = fork(dict(os.environ), argv, self.log.fileno())
+
+    def __exit__(self, *exception):
+        self.process.kill()
+
+    def has_ended(self) -> bool:
+        return self.process.exitcode is not None
+
+    def ranks(self) -> list[int]:
+        return [self.process.pid]
+
+    def end(self) -> str:
+        self.process.join(PATIENCE)
+        return self.output_so_far()
 
 
 def stopped(start: type[Run], flags: list[str], output: Path, step: int) -> Run:

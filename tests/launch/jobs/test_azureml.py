@@ -15,8 +15,9 @@ import yaml
 from launch.cli import main
 from launch.jobs import azure as azure_job
 from launch.jobs.azure import CODE, INSTALL, Azure
+from launch.jobs.job import Job
 from recipes.catalog import RECIPES
-from tests.support.azure_jobs import run_on_nodes, sent, written
+from tests.support.azure_jobs import run_on_nodes, sent
 from tests.support.hostile import HOSTILE
 from tests.support.jobs import job
 from tests.support.running import ROOT
@@ -38,6 +39,16 @@ def test_a_shipped_azureml_yaml_equals_the_rendered_job_and_passes_azures_parser
     assert (body["resources"]["shmSize"], body["outputs"]["run"]["mode"]) == ("16g", "ReadWriteMount")
     assert main(["check", "--azureml", str(FOLDER / f"{recipe}.yaml")]) == 0
     assert f"legal: {recipe}" in capsys.readouterr().out
+
+
+def written(training: Job, flags: Azure, folder: Path) -> Path:
+    """The job's YAML in a folder, beside the code that it uploads; without files of its own, since
+    a test's model may be anywhere.
+    """
+    file = folder / "job.yaml"
+    file.write_text(flags.render(training), encoding="utf-8")
+    flags.stage(job(), folder)
+    return file
 
 
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"baseline"}))

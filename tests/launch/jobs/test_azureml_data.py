@@ -3,15 +3,18 @@
 import json
 import re
 import shutil
+import socket
+import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import BertConfig, BertForSequenceClassification
 
 from launch.cli import main
 from launch.jobs.azure import CODE
-from tests.support.azure import NAMES, loopback
+from tests.support.azure import NAMES, Workspace, serving
 from tests.support.azure_jobs import run_on_nodes, sent
 from tests.support.models import SMALL, save, write_llama
 from tests.support.running import read_record
@@ -37,10 +40,34 @@ def empty(tmp_path, monkeypatch):
 
 @pytest.fixture
 def workspace(empty, monkeypatch):
+    """The workspace. The environment points to it: a real client with a real login finds it."""
     pytest.importorskip("azure.ai.ml")
     Path("config.json").write_text(json.dumps(NAMES))
-    with loopback(empty, monkeypatch) as workspace:
+    workspace = Workspace()
+    certificate = empty / "certificate.pem"
+    openssl = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
+    names = "subjectAltName=DNS:localhost,DNS:acct.blob.localhost,IP:127.0.0.1"
+    words = [*openssl.split(), "-addext", names, "-keyout", empty / "key.pem", "-out", certificate]
+    subprocess.run(words, check=True, capture_output=True)
+    with serving(workspace, certificate, empty / "key.pem") as workspace.port:
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+        monkeypatch.setenv("ARM_CLOUD_METADATA_URL", f"{workspace.address}/metadata")
+        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "")  # the SDK sets it: afterwards it is taken back
+        monkeypatch.delenv("AZUREML_CURRENT_CLOUD")
+        monkeypatch.setenv("IDENTITY_ENDPOINT", f"{workspace.address}/token")  # a managed identity's
+        monkeypatch.setenv("IDENTITY_HEADER", "any")
+        monkeypatch.setattr(socket, "getaddrinfo", _only_here)
         yield workspace
+
+
+_real_getaddrinfo = socket.getaddrinfo
+
+
+def _only_here(host: Any, *others: Any, **named: Any) -> Any:
+    name = host.decode() if isinstance(host, bytes) else host
+    if name == "127.0.0.1" or str(name).endswith("localhost"):
+        return _real_getaddrinfo("127.0.0.1", *others, **named)
+    raise socket.gaierror(f"{name} is not on this machine")
 
 
 # --- Over the wire --------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """`recipes submit`: checked before it is sent, and what a dry run shows is what runs."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from launch.cli import main
 from launch.host.signals import EXIT_CODE
 from launch.jobs.local import Local
 from launch.jobs.slurm import Slurm, _ask
-from tests.support.hostile import HOSTILE, hostile_job, received
+from tests.support.hostile import HOSTILE, hostile_job
 from tests.support.jobs import job
 from tests.support.running import ROOT, losses, model_flags, read_record, run, train_here
 from tests.support.waiting import PATIENCE
@@ -67,6 +69,11 @@ def test_submit_slurm_advises_gpus_per_node_and_cpus_per_task_if_they_are_missin
     Slurm(**flags).place(None)
     printed = " ".join(capsys.readouterr().err.split())
     assert said in printed if said else not printed
+
+
+def received(folder: Path) -> list[str]:
+    """The arguments that arrived, without the recipe's own two."""
+    return json.loads((folder / "words.json").read_text())[2:]
 
 
 def test_train_py_gets_special_characters_unchanged_in_a_local_job(tmp_path):

@@ -19,14 +19,17 @@ from transformers import (
 )
 
 from launch.data.demo import demo_tokenizer
+from launch.data.load import Data
 from launch.training.model import load_tokenizer, require_batches_for_batch_norm, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from recipes.run import here, resolve
-from tests.support.models import CLASSES, SMALL, load, loss_of, problem, run_with, save, trainable
+from tests.support.models import SMALL, load, loss_of, problem, run_with, save
 from tests.support.runs import H100, machine
 
 pytestmark = pytest.mark.usefixtures("no_network")
+
+CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"], problem_type="single_label_classification")
 
 
 # --- Loading -------------------------------------------------------------------------------------
@@ -34,6 +37,10 @@ pytestmark = pytest.mark.usefixtures("no_network")
 
 def small_llama(**more):
     return AutoConfig.for_model("llama", **{**SMALL, "intermediate_size": 64, **more})
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def test_pretrained_weights_are_loaded_and_all_are_trainable_without_peft(llama, tokenizer):

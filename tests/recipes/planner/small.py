@@ -1,14 +1,9 @@
 """Small models, and short ways to ask the planner about them."""
 
-import shlex
-
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from recipes import plan_memory
-from recipes.catalog import RECIPES
-from recipes.planner.fits import Planner, estimator_of
 from recipes.planner.trace import LiveBytes
-from recipes.rules.check import check
 from recipes.run import here, resolve
 from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
@@ -24,9 +19,8 @@ SMALL = {
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
 }
 
-# 107M parameters on a card of 1.55 GB, of which CUDA itself takes 0.45: no recipe fits.
+# 107M parameters.
 LARGE = LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8)
-SMALL_CARD = 1.55
 
 
 def peak(traced) -> int:
@@ -48,21 +42,6 @@ def planned(*argv, config=SMALL["llama"], gpu_memory=8, gpu=None, **named):
 def alone(*argv, **named):
     """The plan of `standard` alone."""
     return planned(*argv, recipe="standard", **named).recipes[0]
-
-
-def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
-    """The run of a printed command, which is legal, and its plan at its own micro-batch."""
-    words = shlex.split(command.removeprefix("pip install liger-kernel && "))
-    assert words[:2] == ["recipes", "train"] and words[words.index("--num_processes") + 1] == str(world)
-    engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
-    engine = words[3] if words[2] == "--accelerate_config" else engine
-    liger = "--use_liger_kernel true" in command  # which a step may ask to install
-    gpus = (Gpu("a GPU", (8, 0), round(card * 1e9)),) * world
-    hardware = Hardware(gpus, cores=8 * world, liger=liger)
-    place = here(world, engine, hardware=hardware, environment={}, trained_by="nobody", packages=frozenset())
-    run = resolve(words[words.index("--recipe") :], place)
-    assert not [problem for problem in check(run) if problem.severity == "error"], command
-    return run, Planner(estimator_of(config), round(card * 1e9)).at(run, run.batch.micro)
 
 
 def real_peak(model, work, *known) -> int:

@@ -8,12 +8,18 @@ from transformers import LlamaConfig
 
 from launch.cli import main
 from recipes import plan_memory
+from recipes.catalog import RECIPES
 from recipes.errors import UserError
-from recipes.planner.fits import Estimator
+from recipes.planner.fits import Estimator, Planner, estimator_of
 from recipes.planner.memory import EVALUATION, NOTHING, TRAINING
+from recipes.rules.check import check
+from recipes.run import here, resolve
 from recipes.run.files import shipped
-from tests.recipes.planner.small import LARGE, SMALL, SMALL_CARD, as_printed, planned, run_of
+from recipes.run.hardware import Gpu, Hardware
+from tests.recipes.planner.small import LARGE, SMALL, planned, run_of
 from tests.support.runs import A100, machine
+
+SMALL_CARD = 1.55  # GB, of which CUDA itself takes 0.45: LARGE fits with no recipe
 
 
 @pytest.mark.parametrize("card", [{}, {"gpu": "L4", "gpu_memory": 24.0}], ids=["neither", "both"])
@@ -23,6 +29,21 @@ def test_a_plan_needs_either_a_gpu_or_the_memory_of_one(card):
 
 
 # --- What is recommended --------------------------------------------------------------------------
+
+
+def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
+    """The run of a printed command, which is legal, and its plan at its own micro-batch."""
+    words = shlex.split(command.removeprefix("pip install liger-kernel && "))
+    assert words[:2] == ["recipes", "train"] and words[words.index("--num_processes") + 1] == str(world)
+    engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
+    engine = words[3] if words[2] == "--accelerate_config" else engine
+    liger = "--use_liger_kernel true" in command  # which a step may ask to install
+    gpus = (Gpu("a GPU", (8, 0), round(card * 1e9)),) * world
+    hardware = Hardware(gpus, cores=8 * world, liger=liger)
+    place = here(world, engine, hardware=hardware, environment={}, trained_by="nobody", packages=frozenset())
+    run = resolve(words[words.index("--recipe") :], place)
+    assert not [problem for problem in check(run) if problem.severity == "error"], command
+    return run, Planner(estimator_of(config), round(card * 1e9)).at(run, run.batch.micro)
 
 
 @pytest.mark.parametrize("memory", [3.25, 8])

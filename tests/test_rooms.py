@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes/run": 1840,
     "recipes/rules": 2435,
     "recipes/planner": 3048,
-    "recipes/scaling": 1160,
+    "recipes/scaling": 1159,
     "launch": 538,
     "launch/commands": 1254,
     "launch/data": 2053,
@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/jobs": 1381,
     "launch/output": 1461,
     "launch/scaling": 886,
-    "launch/training": 2293,
+    "launch/training": 2292,
 }
 
 

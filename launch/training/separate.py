@@ -96,7 +96,7 @@ def _mixes(model: PreTrainedModel, rows: int) -> bool | None:
 
 
 def _narrowed(value: Any, by: int, name: str = "") -> Any:
-    """Narrow a configuration, or its field `name`: divide widths, keep few tokens and experts."""
+    """Shrink a configuration, or its field `name`: widths, vocabulary, the number of experts."""
     if isinstance(value, PreTrainedConfig):
         for field, part in vars(value).items():
             setattr(value, field, _narrowed(part, by, field))

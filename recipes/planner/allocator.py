@@ -244,8 +244,8 @@ class Requests:
 def with_cached(memory: Memory, limit: int) -> Components:
     """Return the run's GPU memory with cuBLAS's workspaces and torch's cache (on a CPU, neither).
 
-    The cache is left out if all else exceeds `limit` bytes, or if the model loops over tokens
-    (LOOP), because the requests are then unknown. Expandable segments free the cache above `limit`.
+    The cache is left out if all else exceeds `limit` bytes, or if the model loops over tokens:
+    a loop's allocations are unknown. With expandable segments, torch frees the cache above `limit`.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu

@@ -122,8 +122,8 @@ class Estimator:
 
     def _of_batch(self, run: RunSpec, case: Case) -> Traced:
         """Trace copies of a small batch, and extrapolate to the case's batch. The number of copies
-        shares no factor with a dimension of the model (see `at_batch`). The small batch has one row
-        or, with Liger, the full batch's largest odd divisor, which keeps the loss's chunk count.
+        shares no factor with any model dimension (see `at_batch`). The small batch is one row. With
+        Liger, it has the full batch's largest odd divisor, so that the loss keeps its chunk count.
         """
         from recipes.planner.trace import as_traced, trace_any
 

@@ -97,7 +97,7 @@ def _in_fp32(value: object) -> object:
 
 
 def _dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Run `native_dropout` where CUDA does. The mask takes one byte per element, for any dtype.
+    """Use `native_dropout` if CUDA would. The mask takes one byte per element, for any dtype.
 
     Source: `is_fused_kernel_acceptable` of ATen/native/Dropout.cpp. With p = 1, CUDA keeps no mask.
     """

@@ -306,10 +306,10 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
 
 
 def _every_step(request: Request, planner: Planner, row: Planned) -> Iterator[NextStep]:
-    """Yield each change, and the same change with Liger's loss if only the logits do not fit.
+    """Yield each change and, where the logits alone do not fit, the same change with Liger's loss.
 
-    Changes that are not legal here, or that peft refuses, are left out. A change to `standard` or
-    to the recipe of `row` keeps the user's Accelerate YAML. A change to another recipe drops it.
+    Changes that are not legal here, or that peft refuses, are left out. With the recipe `standard`
+    or the recipe of `row`, a change keeps the user's Accelerate YAML, otherwise it drops the YAML.
     """
     estimator = planner.estimator
     parameters = estimator.weights(row.run).total

@@ -238,7 +238,7 @@ _ERRORS = (
               lambda run: gradient_accumulation_kwargs(run).get("num_steps") not in (None, 1)
               or ("num_steps" in gradient_accumulation_kwargs(run) and run["gradient_accumulation_steps"] != 1),
               "num_steps changes the global batch", "use --gradient_accumulation_steps, without num_steps",
-              "num_steps silently replaces gradient_accumulation_steps, or fails beside it."),
+              "num_steps silently replaces an accumulation of 1. With a larger one, the run fails."),
     error_row("batches_are_not_split", "accelerator_config",
               lambda run: is_true(accelerator_config(run).get("split_batches")) and run.world_size > 1,
               "split_batches changes the global batch", "leave split_batches out",
@@ -313,7 +313,7 @@ _ERRORS = (
               and (run["eval_strategy"] == "no" or not _compares(run)),
               "needs evaluations, and a metric to compare them",
               "--eval_strategy steps --load_best_model_at_end",
-              "As training begins: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch`, or a metric."),
+              "The start fails: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch` (or a metric)."),
 
     # Checkpoints
     error_row("output_has_a_folder", "output_dir",

@@ -174,7 +174,7 @@ def wire_time(size: float, bandwidth: float, processes: int) -> float:
 
 
 class Training:
-    """The rows with one process: the reference for all world sizes of one training and recipe."""
+    """The timings of one process: the reference for all world sizes of a training and recipe."""
 
     def __init__(self, rows: Sequence[Timing]) -> None:
         self._alone: dict[int, list[Timing]] = {}  # rows of one process, by global batch

@@ -49,7 +49,7 @@ BUDGETS = {
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,
-    "launch/host": 1142,
+    "launch/host": 1143,
     "launch/jobs": 1381,
     "launch/output": 1461,
     "launch/scaling": 886,

@@ -362,10 +362,12 @@ def leave_group() -> None:
 
 @functools.cache  # once in a process
 def compile_safely() -> None:
-    """From now on, compile under our lock, not torch's. torch's lock is a file, which stays if its
-    process is killed, and then other processes wait for ever. The kernel releases our lock when its
-    process ends.
+    """From now on, compile under our lock, which Linux releases when its process ends. torch's lock
+    is a file that stays if its process is killed, and then others wait for ever. Nor may we remove
+    this file, because its process fails if the file is gone.
     """
+    from unittest.mock import patch
+
     from torch.utils import cpp_extension
 
     compiles = cpp_extension.load
@@ -375,8 +377,7 @@ def compile_safely() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob("*.so")):
             line = "this takes minutes, but only once; a process waits while another compiles the same code"
             print(f"compiling {name} into {folder}: {line}", file=sys.stderr, flush=True)
-        with FileLock(folder / "flock"):
-            (folder / "lock").unlink(missing_ok=True)  # torch's lock
+        with FileLock(folder / "flock"), patch.object(cpp_extension, "FileBaton"):  # torch's lock
             return compiles(name, *args, **kwargs)
 
     cpp_extension.load = load

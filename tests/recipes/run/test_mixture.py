@@ -38,7 +38,7 @@ WRONG = {
     "no name": ("[{weight: 2}]", "needs names, or entries with keys of name"),
     "a weight of nothing": ("[{name: a, weight: 0}]", "needs a weight above 0, got 0 for a"),
     "a weight for one alone": ("[{name: a, weight: 2}, b]", "weights for all parts or for none"),
-    "columns that are a list": ("[{name: a, columns: [x]}]", "columns such as {question: prompt}"),
+    "columns that are a list": ("[{name: a, columns: [x]}]", "columns as a mapping: {question: prompt}"),
 }
 
 

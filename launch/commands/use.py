@@ -84,10 +84,10 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
         other = {"dataset_train_split": split, "dataset_test_split": split}
         other["dataset_config"] = typed.get("dataset_config")
     run = _run_of(folder, argv, {**_OFF, **other, "output_dir": scratch}, "train.py")
-    if not run["dataset_test_split"]:
+    record, name = recorded.read(_record_of(folder), "FOLDER"), title(run["dataset_name"]) or "the standard library"
+    if not run["dataset_test_split"] and record["settings"]["eval_strategy"]["value"] == "no":
         what = "the run has no held-out data to evaluate on"
         raise mistake("dataset_name", what, "add --dataset_name FILE_OR_ID: other data with the same columns")
-    record, name = recorded.read(_record_of(folder), "FOLDER"), title(run["dataset_name"]) or "the standard library"
     if not other and fingerprints.differ(record.get("data"), fingerprints.of_data(run["dataset_name"])):
         print_note(f"{name} has changed since the run", console(stderr=True))
     require_legal(run)
@@ -103,7 +103,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     if classes and unknown:
         what = f"the column holds {', '.join(unknown[:5])}, but the model knows only {', '.join(classes)}"
         raise mistake("dataset_label_field", what, "use the model's class names in this column")
-    print(f"{name}, split {run['dataset_test_split']}: {data.eval}")
+    print(f"{name}, split {run['dataset_test_split'] or 'test or validation'}: {data.eval}")
     with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data)
         return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False)).evaluate()

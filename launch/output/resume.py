@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import math
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ from launch.output.record import Earlier, new_run
 from launch.terminal import console, memory_size, print_note
 from recipes.errors import UserError, mistake
 from recipes.mixture import title
-from recipes.rules.table import setting_is_read
+from recipes.rules.table import BY_METRIC, setting_is_read
 from recipes.run import BEST_MODEL, Json, RunSpec, fingerprints
 from recipes.run.files import read_json
 from recipes.scaling.timings import require_room
@@ -218,7 +217,7 @@ def _from(
     name, done = "max_steps", float(checkpoint.step)
     if run["max_steps"] <= 0:
         name, done = "num_train_epochs", round((read_json(checkpoint.path / STATE)[0] or {}).get("epoch") or 0, 2)
-    if done > math.ceil(run[name]):  # the checkpoint's model would pass for that of a shorter training
+    if done - done / checkpoint.step >= run[name]:  # the model would pass for that of a shorter training
         what = f"{checkpoint.path.name} has trained {done:g} {name.split('_')[-1]} already, more than {run[name]:g}"
         have_it = f"use --max_steps {checkpoint.step} to get the checkpoint's model"
         raise _refused(run, what, f"{have_it}, an older --resume_from_checkpoint, or --fresh", name)
@@ -294,6 +293,9 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
     metric, had = "metric_for_best_model", {name: one["value"] for name, one in old.get("settings", {}).items()}
     compares = [values.get(BEST_MODEL) or values.get(metric) for values in (had, run)]
     names = [*record.IDENTITY, *kept, *(record.COMPARES_BY if all(compares) else ())]
+    # The state of these schedules holds settings and rate, and no other schedule can read it.
+    if {had.get("lr_scheduler_type"), run["lr_scheduler_type"]} & BY_METRIC:
+        names += ["lr_scheduler_type", "lr_scheduler_kwargs"]
     changed = record.changes(old, run, [name for name in names if setting_is_read(run, name)])
     if len({(name or "loss").removeprefix("eval_") for name in changed.get(metric, ())}) == 1:  # one metric, two names
         del changed[metric]

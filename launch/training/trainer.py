@@ -78,7 +78,13 @@ class RecipeTrainer(CommittingTrainer):
             _keep_loss_out_of_compiled_code()
         if run is not None and settings.torch_compile and run["use_regional_compilation"]:
             torch._dynamo.config.optimize_ddp = False  # else layers are cut at DDP's buckets, and keep more activations
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except ValueError as error:
+            if "purely quantized" not in str(error):
+                raise
+            fix = "add --use_peft, or name a model that is not quantised"
+            raise mistake("model_name_or_path", one_line(error), fix) from None
         self.any_world = any_world
         self.timing = StepTiming(self.args.device.type == "cuda", parts=run is not None and bool(run["measure"]))
         self.add_callback(self.timing)
@@ -349,7 +355,7 @@ class RecipeTrainer(CommittingTrainer):
         # If should_evaluate is still set, the checkpoint was saved before its evaluation ended.
         control = self.state.stateful_callbacks.get("TrainerControl", {})
         self._owed = control.get("args", {}).get("should_evaluate", False)
-        self.args.eval_on_start |= self._owed
+        self.args.eval_on_start = self._owed  # one more evaluation would count for early stopping
         if self._checkpoint and self.state.best_global_step and self.state.best_model_checkpoint is None:
             best = Path(self._checkpoint).with_name(f"checkpoint-{self.state.best_global_step}")
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start

@@ -31,7 +31,9 @@ from recipes.rules.facts import (
 )
 from recipes.run import RunSpec
 from recipes.run.files import expanded
+from recipes.run.metrics import smaller_is_better
 
+BY_METRIC = {"reduce_lr_on_plateau", "greedy"}  # schedules that follow the metric of the evaluations
 Condition = Callable[[RunSpec], Any]
 Words = str | Callable[[RunSpec], str]
 
@@ -214,6 +216,12 @@ def _compares(run: RunSpec) -> bool:
     return bool(run["metric_for_best_model"] or run["load_best_model_at_end"])
 
 
+def _mode(run: RunSpec) -> str:
+    """Return the mode that a schedule in BY_METRIC needs, empty if the metric is not train.py's."""
+    is_smaller = smaller_is_better(str(run["metric_for_best_model"] or "loss"))
+    return {True: "min", False: "max", None: ""}[is_smaller]
+
+
 def _evaluations(run: RunSpec) -> str:
     """Return the flags that add evaluations to a run that looks for its best model."""
     by_steps = run["dataset_streaming"] or (run.explicit("save_strategy") and run["save_strategy"] == "steps")
@@ -314,6 +322,19 @@ _ERRORS = (
               "needs evaluations, and a metric to compare them",
               "--eval_strategy steps --load_best_model_at_end",
               "The start fails: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch` (or a metric)."),
+
+    error_row("the_mode_fits_the_metric", "lr_scheduler_kwargs",
+              lambda run: run["lr_scheduler_type"] in BY_METRIC
+              and mapping(run["lr_scheduler_kwargs"]).get("mode", "min") not in (_mode(run) or "min max"),
+              lambda run: f"the schedule lowers the rate when {run['metric_for_best_model'] or 'loss'} improves",
+              lambda run: f'add "mode": "{_mode(run)}" to --lr_scheduler_kwargs',
+              "Trainer passes no mode: the rate falls when accuracy rises (facebookresearch/fairseq#2205)."),
+    advice_row("greedy_has_room", "lr_scheduler_kwargs",
+               lambda run: run["lr_scheduler_type"] == "greedy"
+               and run["learning_rate"] <= mapping(run["lr_scheduler_kwargs"]).get("min_lr", 1e-3),
+               "greedy never lowers the rate {learning_rate}: its min_lr is 1e-3 by default",
+               'add "min_lr" below the learning rate, and "max_lr" above it',
+               "GreedyLR's defaults are for training from scratch (transformers#45168)."),
 
     # Checkpoints
     error_row("output_has_a_folder", "output_dir",

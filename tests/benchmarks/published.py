@@ -55,7 +55,6 @@ _CARDS = {
     for card in (Gpu("V100", (7, 0), 16 << 30), Gpu("RTX 3090", (8, 6), 24 << 30), Gpu("A100", (8, 0), 80 << 30))
 }
 
-
 # The models of the readings, by their names in the tables.
 _MODELS = json.loads(Path(__file__).with_name("published_models.json").read_text())
 CONFIGS = {name: AutoConfig.for_model(**shape) for name, shape in _MODELS.items()}

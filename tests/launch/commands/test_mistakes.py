@@ -67,7 +67,6 @@ MISTAKES = {
     "submit azureml -- --output_dir ../out": "--compute NAME",  # beside the mistake in output_dir
     "submit local --dry_run -- --hub_token mine": "hub_token: looks like a secret",
     "submit azureml --compute c --spot": "replace --compute by --instance_type",
-    "submit azureml --compute c -- --output_dir ../out": "use a path such as outputs/mine",
     "submit azureml --compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4": "looks like a secret",
     f"submit azureml --data azureml:a:1 -- --dataset-name=b {MODEL}": "names the job's data set",
     f"submit azureml --compute c --dry_run --output {ROOT}/azureml/fast.yaml": "another name",

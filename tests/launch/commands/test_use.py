@@ -55,6 +55,14 @@ def test_recipes_evaluate_uses_all_of_another_dataset_unless_a_test_split_is_giv
     assert whole == pytest.approx(named, abs=1e-4)
 
 
+def test_recipes_evaluate_uses_the_datas_own_test_split_if_the_run_did(tiny_model, texts, tmp_path, capsys):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(texts.read_text())
+    run = train_here(tiny_model, tmp_path, tmp_path / "out", *SHORT, "--eval_strategy", "epoch")
+    code, said = answered(capsys, "evaluate", tmp_path / "out")
+    assert code == 0 and f"{run.record['eval_loss']:.4f}" in said
+
+
 def test_recipes_evaluate_evaluates_a_run_of_recipe_memory_in_one_process(tiny_model, texts, tmp_path, capsys):
     assert train_here(tiny_model, texts, tmp_path / "out", *SHORT, "--recipe", "memory").code == 0
     assert 0 < evaluated(capsys, tmp_path / "out", "--dataset_name", texts) < 6

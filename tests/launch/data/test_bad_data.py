@@ -25,10 +25,9 @@ BYTES = {
         gzip.compress("".join(f'{{"text": "line {n}"}}\n' for n in range(999)).encode())[:200],
     ),
 }
-READ = [*((name, False) for name in BYTES), ("cut off", True)]
 
 
-@pytest.mark.parametrize(("name", "streaming"), READ)
+@pytest.mark.parametrize(("name", "streaming"), [*((name, False) for name in BYTES), ("cut off", True)])
 def test_a_data_file_whose_content_cannot_be_parsed_is_refused_with_a_fix(name, streaming, tmp_path, tokenizer):
     file, content = BYTES[name]
     (tmp_path / file).write_bytes(content)

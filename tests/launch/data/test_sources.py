@@ -13,7 +13,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 # --- Files, folders, splits ----------------------------------------------------------------------
 
-
 WRITERS = {
     "data.jsonl": lambda rows, path: rows.to_json(path),
     "data.jsonl.gz": lambda rows, path: rows.to_json(path, compression="gzip"),

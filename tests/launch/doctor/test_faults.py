@@ -2,7 +2,6 @@
 the fix that mends it.
 
 As root, in network, mount and process namespaces of their own: nothing of this machine is changed.
-The checks of machines that are not here are in the files beside this one.
 """
 
 import contextlib

@@ -40,7 +40,6 @@ def test_the_doctors_network_check_gives_every_node_the_messages_of_all_nodes():
         (2, (1,), None, "did not answer within 3 s"),
         (2, (0, 1), 1, "node 1 failed a check"),
     ],
-    ids=["node 0 absent", "failed"],
 )
 def test_the_other_nodes_report_a_node_that_is_absent_or_failed_a_check(nodes, present, fatal, words):
     found = met(nodes, *present, fatal=fatal)

@@ -167,7 +167,6 @@ def test_submit_azureml_refuses_a_recipe_data_file_or_output_dir_outside_the_job
     ],
 )
 def test_check_names_an_error_in_an_edited_azure_job(old, new, what, tmp_path, capsys):
-    pytest.importorskip("azure.ai.ml")
     text = (FOLDER / "fast.yaml").read_text().replace(old, new)
     shutil.copytree(FOLDER / "environment", tmp_path / "environment")
     (tmp_path / "mine.yaml").write_text(text.replace("code: ..\n", f"code: {ROOT}\n"))

@@ -41,7 +41,6 @@ def empty(tmp_path, monkeypatch):
 @pytest.fixture
 def workspace(empty, monkeypatch):
     """The workspace. The environment points to it: a real client with a real login finds it."""
-    pytest.importorskip("azure.ai.ml")
     Path("config.json").write_text(json.dumps(NAMES))
     workspace = Workspace()
     certificate = empty / "certificate.pem"

@@ -249,6 +249,16 @@ def test_a_resume_with_another_measure_of_the_best_model_is_refused(flags, stopp
     assert look_ahead(asked(stopped, *best, "--metric_for_best_model", "eval_loss")) is None
 
 
+def test_a_resume_with_other_settings_of_a_schedule_that_follows_a_metric_is_refused(stopped, asked):
+    follows = [*SIX_STEPS, "--lr_scheduler_type", "reduce_lr_on_plateau"]
+    assert "with lr_scheduler_type " in refused(asked(stopped, *follows))
+    settings = read_record(stopped)["settings"]
+    rewrite(stopped, settings={**settings, "lr_scheduler_type": {"value": "reduce_lr_on_plateau"}})
+    assert "with lr_scheduler_kwargs None" in refused(
+        asked(stopped, *follows, "--lr_scheduler_kwargs", '{"patience": 9}')
+    )
+
+
 def test_a_new_hub_model_commit_is_refused_and_model_revision_is_advised(finished, asked, found, tmp_path, monkeypatch):
     refs = tmp_path / "hub" / "models--org--name" / "refs"
     refs.mkdir(parents=True)
@@ -290,10 +300,10 @@ def test_max_steps_or_epochs_below_those_of_the_newest_checkpoint_are_refused(st
         found(stopped, *other("--max_steps", "2"))
     assert "--max_steps 6" in str(caught.value)
     state = json.loads((stopped / "checkpoint-6" / "trainer_state.json").read_text())
-    (stopped / "checkpoint-6" / "trainer_state.json").write_text(json.dumps({**state, "epoch": 3.0}))
+    (stopped / "checkpoint-6" / "trainer_state.json").write_text(json.dumps({**state, "epoch": 0.95}))
     checkpoints.commit(stopped / "checkpoint-6", checkpoints.listed(stopped / "checkpoint-6"))
-    with pytest.raises(UserError, match="has trained 3 epochs already, more than 2"):
-        found(stopped, *"--num_train_epochs 2 --learning_rate 1e-3".split())
+    with pytest.raises(UserError, match=r"has trained 0.95 epochs already, more than 0.5"):
+        found(stopped, *"--num_train_epochs 0.5 --learning_rate 1e-3".split())
 
 
 def test_an_output_dir_that_holds_a_model_without_a_valid_run_json_is_refused(asked, tiny_model, tmp_path):

@@ -53,7 +53,6 @@ def report(rows, folder, command="", formats=()):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A report of two recipes, one of them strong and weak, at three sizes, three times each."""
-    pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("report")
     report(ROWS, folder, "recipes scale report 'my timings.csv'", ["svg", "pdf"])
     return folder
@@ -178,7 +177,6 @@ def test_training_names_with_special_characters_become_distinct_file_names(odd_f
     ids=["one size", "no series"],
 )
 def test_the_scale_report_draws_only_plots_that_have_data(rows, kinds, tmp_path):
-    pytest.importorskip("matplotlib")
     written = [path.name for path in report(rows, tmp_path)]
     assert written == [f"training_{kind}.png" for kind in kinds] + TABLES
 
@@ -212,7 +210,6 @@ def test_scale_report_prints_the_verdicts_and_the_path_of_the_html_report(unpict
 @pytest.fixture
 def figures(monkeypatch):
     """Draws the pictures of some recipes; returns matplotlib's figures."""
-    pytest.importorskip("matplotlib")
     from matplotlib import figure
 
     from launch.scaling import plots

@@ -1,6 +1,5 @@
 """Models: loaded, quantised and given adapters as the run says, or refused in one line."""
 
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
@@ -14,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
@@ -25,6 +25,7 @@ from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from recipes.run import here, resolve
 from tests.support.models import SMALL, load, loss_of, problem, run_with, save
+from tests.support.running import train_here
 from tests.support.runs import H100, machine
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -283,7 +284,6 @@ def test_use_peft_keeps_frozen_weights_in_bfloat16_and_trainable_weights_in_floa
 # --- 4 bits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
 @pytest.mark.parametrize(("mixed", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
 def test_qlora_layers_compute_in_the_precision_of_the_run_and_each_adapter_gets_a_gradient(mixed, dtype, tmp_path):
     name = save(LlamaForCausalLM(small_llama(hidden_size=64, intermediate_size=128)), tmp_path)
@@ -294,6 +294,14 @@ def test_qlora_layers_compute_in_the_precision_of_the_run_and_each_adapter_gets_
     gradients = gradients_of(model.train())
     loss_of(model.eval())
     assert all(map(torch.equal, gradients, gradients_of(model.train())))  # bitsandbytes 0.50 packs weights to evaluate
+
+
+def test_full_training_of_a_model_whose_files_are_in_4_bits_is_refused(llama, texts, tmp_path):
+    small = BitsAndBytesConfig(load_in_4bit=True)
+    AutoModelForCausalLM.from_pretrained(llama, quantization_config=small).save_pretrained(tmp_path / "small")
+    load_tokenizer(run_with(llama)).save_pretrained(tmp_path / "small")
+    outcome = train_here(tmp_path / "small", texts, tmp_path / "out", "--max_steps", "1")
+    assert outcome.code == 2 and "purely quantized models" in outcome.output and "add --use_peft" in outcome.output
 
 
 def gradients_of(model):

@@ -111,6 +111,12 @@ def test_a_resumed_run_continues_the_early_stopping_count_with_the_new_patience(
     assert (now.early_stopping_patience, now.early_stopping_patience_counter) == (50, 2)
 
 
+def test_a_resume_does_not_repeat_the_evaluation_of_eval_on_start(trainer):
+    trainer.args.eval_on_start = True
+    trainer._load_callback_state()
+    assert not trainer.args.eval_on_start
+
+
 def with_reporter(event, model, data, folder, *flags):
     """A trainer to which a service's callback was added that fails in this event, not in a step."""
 

@@ -109,7 +109,6 @@ _LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
 _SHORT = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2}
 
-
 FAMILIES = {
     "bert": transformers.BertConfig(**_SHAPE, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
     "llama": LlamaConfig(**_GROUPED),

@@ -24,7 +24,6 @@ SMOOTHED = "--use_liger_kernel --label_smoothing_factor 0.1"
 ON_HEAD = "--use_peft --lora_target_modules q_proj lm_head"
 LIGER = f"{ON_HEAD} --use_liger_kernel"
 
-
 HELD_OUT = f"--dataset_name d {EVAL} --dataset_test_split train[80%:]"
 
 

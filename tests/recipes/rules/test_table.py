@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from peft import LoraConfig, get_peft_model
+from transformers import get_scheduler
 
 from recipes import legal
 from recipes.rules.check import check
@@ -13,6 +14,7 @@ from tests.support.runs import A100, BEST, CLASSIFY, DS, EVAL, MODEL, SGD, T4, R
 MIN_LR = "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs"
 RECOMPUTES = "--gradient_checkpointing --gradient_checkpointing_kwargs"
 EVEN = '--accelerator_config {"even_batches":false}'
+PLATEAU = "--lr_scheduler_type reduce_lr_on_plateau --metric_for_best_model accuracy --lr_scheduler_kwargs"
 SPLIT = '--accelerator_config {"split_batches":true}'
 DISPATCHED = '--accelerator_config {"dispatch_batches":true}'
 GATHERED = f"--eval_use_gather_object {EVAL}"
@@ -44,6 +46,8 @@ FLAGS = {
     "evaluating_needs_data": ("--eval_on_start", "", EVAL),
     "accuracy_is_computed_at_the_end": (CLASSIFY, "--batch_eval_metrics", ""),
     "labels_have_one_name": (f"{EVAL} --label_names", "foo", "labels"),
+    "the_mode_fits_the_metric": (PLATEAU, '{"patience":1}', '{"mode":"max"}'),
+    "greedy_has_room": ("--learning_rate 1e-4 --lr_scheduler_type greedy", "", '--lr_scheduler_kwargs {"min_lr":1e-6}'),
     "a_filtered_nan_stops_no_run": ("--logging_nan_inf_filter", "true", "false"),
     "only_the_demonstration_has_no_data": ("--model_name_or_path gpt2", "", "--dataset_name d"),
     "only_the_demonstration_has_no_model": ("--dataset_name d", "", "--model_name_or_path gpt2"),
@@ -206,6 +210,15 @@ def test_a_rule_reports_each_setting_that_silently_changes_how_often_trainer_ste
     assert train(tmp_path, **settings).state.global_step == steps
     assert len(list(tmp_path.glob("checkpoint-*"))) == checkpoints
     assert_fires(row, settings)
+
+
+def test_a_plateau_schedule_lowers_the_learning_rate_when_accuracy_rises():
+    optimizer = torch.optim.SGD(tiny_llama().parameters(), 1.0)
+    schedule = get_scheduler("reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs={"patience": 0})
+    for accuracy in (0.5, 0.6):
+        schedule.step(accuracy)
+    assert schedule.get_last_lr() == [0.1]
+    assert_fires("the_mode_fits_the_metric", {"lr_scheduler_type": "greedy", "metric_for_best_model": "accuracy"})
 
 
 def test_weights_grow_if_weight_decay_is_negative(tmp_path):

@@ -8,6 +8,7 @@ have rows of their own too.
 The run's values are filled into `what` and `fix`: "{optim} needs ..." names the optimizer.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -327,13 +328,14 @@ _ERRORS = (
               lambda run: run["lr_scheduler_type"] in BY_METRIC
               and mapping(run["lr_scheduler_kwargs"]).get("mode", "min") not in (_mode(run) or "min max"),
               lambda run: f"the schedule lowers the rate when {run['metric_for_best_model'] or 'loss'} improves",
-              lambda run: f'add "mode": "{_mode(run)}" to --lr_scheduler_kwargs',
+              lambda run: "--lr_scheduler_kwargs '"
+              + json.dumps({**mapping(run["lr_scheduler_kwargs"]), "mode": _mode(run)}) + "'",
               "Trainer passes no mode: the rate falls when accuracy rises (facebookresearch/fairseq#2205)."),
     advice_row("greedy_has_room", "lr_scheduler_kwargs",
                lambda run: run["lr_scheduler_type"] == "greedy"
                and run["learning_rate"] <= mapping(run["lr_scheduler_kwargs"]).get("min_lr", 1e-3),
                "greedy never lowers the rate {learning_rate}: its min_lr is 1e-3 by default",
-               'add "min_lr" below the learning rate, and "max_lr" above it',
+               """--lr_scheduler_kwargs '{{"min_lr": 1e-6, "max_lr": 1e-3}}', on both sides of the learning rate""",
                "GreedyLR's defaults are for training from scratch (transformers#45168)."),
 
     # Checkpoints

@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-from recipes.catalog import RECIPES
 from tests.support.running import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -57,10 +56,6 @@ def test_all_check_show_list_plan_and_submit_dry_run_commands_in_readmes_exit_wi
     from launch.cli import main
 
     assert main(shlex.split(words)) == 0
-
-
-def test_the_readme_names_every_recipe():
-    assert all(f"`{name}`" in README for name in RECIPES)
 
 
 @pytest.mark.slow

@@ -115,9 +115,9 @@ class RecipeTrainer(CommittingTrainer):
             if in_reporter and not self.timing.steps_trained:
                 fix = "log in, correct the environment variables of the service, or leave --report_to out"
                 raise mistake("report_to", f"the reporter cannot start: {one_line(error).rstrip('.')}", fix) from None
-            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error)
-            misfits = isinstance(error, _MISFIT) and not other and not self.timing.steps_trained
-            if resume_from_checkpoint is None or not misfits:
+            if resume_from_checkpoint is None or self.timing.steps_trained or not isinstance(error, _MISFIT):
+                raise
+            if isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error):
                 raise
             what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
             fix = "use another --output_dir, or --fresh; or rename a damaged checkpoint, to resume from an older one"

@@ -217,10 +217,10 @@ def _compares(run: RunSpec) -> bool:
     return bool(run["metric_for_best_model"] or run["load_best_model_at_end"])
 
 
-def _mode(run: RunSpec) -> str:
-    """Return the mode that a schedule in BY_METRIC needs, empty if the metric is not train.py's."""
-    is_smaller = smaller_is_better(str(run["metric_for_best_model"] or "loss"))
-    return {True: "min", False: "max", None: ""}[is_smaller]
+def _mode(run: RunSpec) -> str | None:
+    """Return the mode that a schedule in BY_METRIC needs, None if the metric is not train.py's."""
+    is_smaller = smaller_is_better(run["metric_for_best_model"] or "loss")
+    return None if is_smaller is None else "min" if is_smaller else "max"
 
 
 def _evaluations(run: RunSpec) -> str:
@@ -326,16 +326,16 @@ _ERRORS = (
 
     error_row("the_mode_fits_the_metric", "lr_scheduler_kwargs",
               lambda run: run["lr_scheduler_type"] in BY_METRIC
-              and mapping(run["lr_scheduler_kwargs"]).get("mode", "min") not in (_mode(run) or "min max"),
+              and _mode(run) not in (None, mapping(run["lr_scheduler_kwargs"]).get("mode", "min")),
               lambda run: f"the schedule lowers the rate when {run['metric_for_best_model'] or 'loss'} improves",
               lambda run: "--lr_scheduler_kwargs '"
               + json.dumps({**mapping(run["lr_scheduler_kwargs"]), "mode": _mode(run)}) + "'",
               "Trainer passes no mode: the rate falls when accuracy rises (facebookresearch/fairseq#2205)."),
     advice_row("greedy_has_room", "lr_scheduler_kwargs",
-               lambda run: run["lr_scheduler_type"] == "greedy"
-               and run["learning_rate"] <= mapping(run["lr_scheduler_kwargs"]).get("min_lr", 1e-3),
+               lambda run: run["lr_scheduler_type"] == "greedy" and run["learning_rate"] <= 1e-3
+               and "min_lr" not in mapping(run["lr_scheduler_kwargs"]),
                "greedy never lowers the rate {learning_rate}: its min_lr is 1e-3 by default",
-               """--lr_scheduler_kwargs '{{"min_lr": 1e-6, "max_lr": 1e-3}}', on both sides of the learning rate""",
+               'set "min_lr" below, and "max_lr" above the learning rate in --lr_scheduler_kwargs',
                "GreedyLR's defaults are for training from scratch (transformers#45168)."),
 
     # Checkpoints

@@ -287,8 +287,8 @@ def tensor_parallelism_fits_the_run(run):
 
     Seen on two CPU ranks: `dispatch_batches` multiplies the global batch by the group's size.
     Without `average_tokens_across_devices`, Trainer divides by a token count not summed over ranks.
-    The processes of a group predict the same examples: accelerate gathers these predictions twice,
-    and drops the last ones. So eval_accuracy counts some examples twice, others never.
+    accelerate gathers a group's equal predictions from each of its processes, and drops the last:
+    eval_loss is right, but eval_accuracy counts some examples twice and others never.
     """
     written = mapping((run.engine.json or {}).get("tensor_parallel")).get("autotp_size", 1)
     if type(written) is not int or written < 1:  # Trainer divides by this value (`get_tp_size`)

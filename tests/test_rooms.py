@@ -44,7 +44,7 @@ BUDGETS = {
     "recipes/planner": 3048,
     "recipes/scaling": 1159,
     "launch": 538,
-    "launch/commands": 1254,
+    "launch/commands": 1262,
     "launch/data": 2053,
     "launch/doctor": 1279,
     "launch/explain": 400,

@@ -118,7 +118,10 @@ def _around(record: Json) -> dict[tuple[str, str], Json]:
     parts = {
         "launch": launch | {"nodes": nodes},
         "contents": {what: record.get(what) for what in MATERIAL.values()},
-        "files": {Path(path).name: _hash(content) for path, content in (record.get("files") or {}).items()},
+        "files": {
+            Path(path).name: f"sha256-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+            for path, content in (record.get("files") or {}).items()
+        },
         "code": {"code": code.get("source")},
         "machine": hardware | {"gpus": gpus and [gpu["name"] for gpu in gpus]},
         "versions": record.get("versions") or {},
@@ -131,10 +134,6 @@ def _around(record: Json) -> dict[tuple[str, str], Json]:
         for part, name, value in rows
         if value is not None or part == "versions"
     }
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _differ(values: Sequence[Any]) -> bool:

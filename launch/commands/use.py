@@ -133,6 +133,15 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
         ids = tokenizer(options.prompt)["input_ids"]
         ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # as in training, cut the tokenizer's EOS
         inputs = tokenizer.pad({"input_ids": [ids]}, return_tensors="pt")
+    length, config = inputs["input_ids"].shape[1], model.config.get_text_config()
+    if not length:
+        raise mistake("PROMPT", "is empty, and this tokenizer adds no first token", "write the beginning of a text")
+    longest = getattr(config, "max_position_embeddings", None) or 0
+    # A model without rotary positions has no embedding for a later token.
+    if 0 < longest < length + options.max_new_tokens and not hasattr(config, "rope_parameters"):
+        what = f"{options.max_new_tokens} and the prompt's {length} tokens exceed the model's {longest} positions"
+        fix = f"--max_new_tokens {longest - length}" if longest > length else "write a shorter prompt"
+        raise mistake("max_new_tokens", what, fix)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision(run))
     with torch.autocast(model.device.type, precision) if precision else contextlib.nullcontext():
         shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -6,9 +6,10 @@ import shutil
 import pytest
 from peft import AutoPeftModelForCausalLM
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from launch.cli import main
+from tests.support.models import save
 from tests.support.running import read_record, rewrite, train_here
 
 HELD_OUT = "--dataset_train_split train[:80%] --dataset_test_split train[80%:] --eval_strategy epoch".split()
@@ -111,6 +112,17 @@ def test_recipes_generate_continues_the_text_after_a_training_on_plain_text(tiny
     assert code == 0 and first_tokens(model, inputs, tokenizer) in said
     whole = tokenizer("Example 3 says", return_tensors="pt", return_token_type_ids=False)  # with EOS
     assert first_tokens(model, whole, tokenizer) != first_tokens(model, inputs, tokenizer)
+
+
+def test_recipes_generate_refuses_more_tokens_than_absolute_positions_and_an_empty_prompt(texts, tmp_path, capsys):
+    sizes = {"vocab_size": 260, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 1}
+    base = save(GPT2LMHeadModel(GPT2Config(**sizes)), tmp_path / "base")
+    assert train_here(base, texts, tmp_path / "out", "--max_steps", "1").code == 0
+    code, said = answered(capsys, "generate", tmp_path / "out", "four")
+    assert code == 2 and "4 tokens exceed the model's 64 positions" in said and "Fix: --max_new_tokens 60" in said
+    assert answered(capsys, "generate", tmp_path / "out", "four", "--max_new_tokens", "60")[0] == 0
+    code, said = answered(capsys, "generate", tmp_path / "out", "")
+    assert code == 2 and "PROMPT: is empty" in said
 
 
 def test_recipes_generate_refuses_a_classifier_which_recipes_evaluate_accepts(tiny_model, tmp_path, capsys):

@@ -39,21 +39,21 @@ MOST_LINES = 800  # of a file, which is one concept
 BUDGETS = {
     "recipes": 780,
     "recipes/legal": 484,
-    "recipes/run": 1840,
-    "recipes/rules": 2458,
+    "recipes/run": 1841,
+    "recipes/rules": 2470,
     "recipes/planner": 3048,
     "recipes/scaling": 1159,
     "launch": 538,
     "launch/commands": 1262,
-    "launch/data": 2053,
+    "launch/data": 2082,
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,
     "launch/host": 1143,
     "launch/jobs": 1381,
-    "launch/output": 1463,
+    "launch/output": 1480,
     "launch/scaling": 886,
-    "launch/training": 2298,
+    "launch/training": 2301,
 }
 
 

@@ -65,6 +65,7 @@ def encode_rows(
     if largest >= embeddings:
         what = f"the data needs the token {tokenizer.decode(largest)}, but the model has only {embeddings:,} embeddings"
         fix = "call model.resize_token_embeddings(len(tokenizer)), and save model and tokenizer into a new folder"
+        fix += "; LoRA does not train embeddings: first train that model without --use_peft" * run["use_peft"]
         raise mistake("model_name_or_path", what, fix)
     return tokens
 

@@ -3,8 +3,10 @@
 import contextlib
 import glob
 import gzip
+import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +58,14 @@ def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, fl
         for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # even 1 % of 10**12 exceeds 10**9: read all
             needed[part.splitname] = max(needed.get(part.splitname, 0), part.to if part.to < 10**9 else math.inf)
     return needed
+
+
+def shared_rows(splits: Mapping[str, Dataset], wanted: Mapping[str, str]) -> int:
+    """Return how many rows of the data are trained on and also evaluated on."""
+    sizes = {name: len(rows) for name, rows in splits.items()}
+    train, test = (_parts(sizes, flag, wanted[flag]) for flag in ("dataset_train_split", "dataset_test_split"))
+    shared = [(max(a.from_, b.from_), min(a.to, b.to)) for a in train for b in test if a.splitname == b.splitname]
+    return sum(max(0, end - start) for start, end in shared)
 
 
 def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
@@ -228,11 +238,25 @@ def _reading(name: str) -> Iterator[None]:
 
 def unreadable(name: str, error: Exception) -> UserError:
     """Return the error for data whose reader raised `error`. The `datasets` log names the file."""
-    return mistake("dataset_name", f"{name} cannot be read: {_cause(error)}", _WHOLE if paths_of(name) else _ON_HUB)
+    what = f"{name} cannot be read{_broken_line(name)}: {_cause(error)}"
+    return mistake("dataset_name", what, _WHOLE if paths_of(name) else _ON_HUB)
+
+
+def _broken_line(name: str) -> str:
+    """Return the place of the first line that is no JSON in a .jsonl file; empty if all are."""
+    for file in (Path(path) for path, *_ in file_versions(name) or ()):
+        if file.suffix == ".jsonl":
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    try:
+                        json.loads(line if line.strip() else "null")
+                    except ValueError:
+                        return f" ({file.name}, line {number:,})"
+    return ""
 
 
 def _cause(error: BaseException) -> str:
     """Return the innermost explicit cause of an error, on one short line."""
     while error.__cause__:
         error = error.__cause__
-    return one_line(error)
+    return re.sub(r" in row \d+", "", one_line(error))  # pyarrow counts from 0, in a chunk of the file

@@ -178,6 +178,7 @@ class Tokenized:
     eval: Dataset | None
     commit: str | None = None
     folder: Path | None = None  # None if the tokens are in memory only
+    shared: int = 0  # rows that are trained on and also evaluated on
 
 
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
@@ -280,7 +281,9 @@ def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
         return None
     splits = {split: _mapped(folder / split, made[split]["files"] if split in needed else 0) for split in names}
     rows = {flag: sources.take(splits, flag, split) for flag, split in wanted.items()}
-    return Tokenized(rows["dataset_train_split"], rows.get("dataset_test_split"), index["commit"], folder)
+    test = rows.get("dataset_test_split")
+    shared = 0 if test is None else sources.shared_rows(splits, wanted)
+    return Tokenized(rows["dataset_train_split"], test, index["commit"], folder, shared)
 
 
 def _is_enough(made: Json, rows: float) -> bool:

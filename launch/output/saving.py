@@ -4,14 +4,16 @@ import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils import gather_object
+from huggingface_hub import HfApi
 from transformers import Trainer
 
 from launch.output import checkpoints
 from launch.output.checkpoints import remove
 from recipes.mixture import title
-from recipes.run import Json, RunSpec
+from recipes.run import Json, recorded
 
 # Variables with which the callbacks of wandb, MLflow, ClearML and DVCLive upload each checkpoint.
 _UPLOADS = ("WANDB_LOG_MODEL", "HF_MLFLOW_LOG_ARTIFACTS", "CLEARML_LOG_MODEL", "HF_DVCLIVE_LOG_MODEL")
@@ -28,8 +30,9 @@ class CommittingTrainer(Trainer):
 
     _saving: Future | None = None  # the thread's work on the last checkpoint
 
-    def __init__(self, *args, engine: str = "", identity: Json | None = None, **kwargs) -> None:
+    def __init__(self, *args, run: Any = None, engine: str = "", identity: Json | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self.run = run  # a RunSpec, for the model card
         self.engine = engine
         self.identity = identity
         # Trainer would delete older checkpoints before the new one is complete. With a limit of 1,
@@ -59,16 +62,30 @@ class CommittingTrainer(Trainer):
         checkpoints.flush_files([file for file in folder.iterdir() if file.is_file()])
         return checkpoints.described(folder, checkpoints.model_files(folder))
 
-    def write_card(self, run: RunSpec) -> None:
+    def complete_card(self) -> None:
         """Write an adapter's README.md, if the file is still the empty template of peft."""
-        file, name = Path(run["output_dir"], "README.md"), run["model_name_or_path"]
-        if run["use_peft"] and file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
-            self.create_model_card(finetuned_from=name, dataset=title(run["dataset_name"]))
-            # Trainer writes "multi-GPU" on a CPU too, and links local folders to the Hub.
-            local = re.escape(name) if Path(name).expanduser().exists() else "$."
-            wrong = rf"- distributed_type: .*\n|\[({local})\]\(https://[^)]*\)"
-            ending = f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n"
+        file = Path(self.args.output_dir, "README.md")
+        if self.run["use_peft"] and file.exists() and "[More Information Needed]" in file.read_text(encoding="utf-8"):
+            self.create_model_card()
+
+    def create_model_card(self, **about) -> None:
+        """Write README.md as Trainer does, with base model, data and recipe. A push calls this."""
+        run, file = self.run, Path(self.args.output_dir, "README.md")
+        name = "" if run["from_scratch"] else run["model_name_or_path"] or ""
+        origin = {"finetuned_from": name or None, "dataset": title(run["dataset_name"]) or None}
+        super().create_model_card(**origin, **about)
+        # Trainer writes "multi-GPU" on a CPU too, and links local folders to the Hub.
+        local = re.escape(name) if name and Path(name).expanduser().exists() else "$."
+        wrong = rf"- distributed_type: .*\n|\[({local})\]\(https://[^)]*\)"
+        ending = f"\n- accelerate-recipes, recipe `{run.recipe.name}`: run.json here holds every setting\n"
+        if self.is_world_process_zero():
             file.write_text(re.sub(wrong, r"\1", file.read_text(encoding="utf-8")) + ending, encoding="utf-8")
+
+    def push_record(self) -> None:
+        """Upload run.json with the results: the model was pushed before the run had ended."""
+        file, name = recorded.file_of(self.args.output_dir), self.hub_model_id
+        revision = self.args.hub_revision
+        HfApi().upload_file(path_or_fileobj=file, path_in_repo=file.name, repo_id=name, revision=revision)
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()

@@ -100,7 +100,8 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
     out.print(_table({name: line for name, line in lines.items() if line}))
     rows = sys.maxsize if run["dataset_streaming"] else len(data.train)  # type: ignore[arg-type]
     if rows < run.batch.total * (10 if run["packing"] else 1):  # a packed row holds many examples
-        kind, fix = ("sequence", "--packing false") if run["packing"] else ("example", "lower --global_batch_size")
+        kind, apart = ("sequence", run["packing_strategy"] == "bfd") if run["packing"] else ("example", False)
+        fix = "lower --global_batch_size" + ", or --packing false" * apart
         steps = plural(-(-rows // run.batch.total), "step")
         what = f"is {run.batch.total}, so an epoch of {plural(rows, kind)} has only {steps}"
         print_problems([Problem("global_batch_size", what, fix, severity="advice")], out)
@@ -182,7 +183,9 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
         lines = dict(_summary(results, run, trainer)) | timings | {"written to": run["output_dir"]}
         out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
         if world.is_main:
-            trainer.write_card(run)
+            trainer.complete_card()
+        if world.is_main and run["push_to_hub"]:
+            trainer.push_record()
     trainer.accelerator.free_memory()  # before the process group ends, or gloo aborts
 
 

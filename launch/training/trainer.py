@@ -79,7 +79,7 @@ class RecipeTrainer(CommittingTrainer):
         if run is not None and settings.torch_compile and run["use_regional_compilation"]:
             torch._dynamo.config.optimize_ddp = False  # else layers are cut at DDP's buckets, and keep more activations
         try:
-            super().__init__(*args, **kwargs)
+            super().__init__(*args, run=run, **kwargs)
         except ValueError as error:
             if "purely quantized" not in str(error):
                 raise

@@ -18,6 +18,7 @@ entry in CASES of its module's test file: a run that breaks the rule, and the ne
 """
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +26,15 @@ from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
+from recipes.mixture import parts_of, paths_of
 from recipes.rules.local_model import local_config
 from recipes.run import RunSpec
-from recipes.run.files import Json, read_json
+from recipes.run.files import Json, files_in, read_json
 
 Judge = Callable[[RunSpec], Iterator[Problem]]
 HELD_OUT = "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"  # flags that hold out a tenth
+# Names of files and folders that `datasets` reads as a split to evaluate on (data_files.py).
+_TEST_FILE = re.compile(r"(?<![a-z])(test|testing|dev|val|valid|validation|eval|evaluation)(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -155,3 +159,9 @@ def mapping(value: object) -> Json:
 def is_true(value: object) -> bool:
     """True if a value from YAML, JSON or the environment means true."""
     return str(value).lower() in ("true", "1", "yes")
+
+
+def has_test_split(run: RunSpec) -> bool:
+    """True if a local folder in the run's data holds a split to evaluate on, such as test.jsonl."""
+    folders = [path for part in parts_of(run["dataset_name"]) for path in paths_of(part.name) if path.is_dir()]
+    return any(_TEST_FILE.search(str(file.relative_to(folder))) for folder in folders for file in files_in(folder))

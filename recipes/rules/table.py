@@ -23,6 +23,7 @@ from recipes.rules.facts import (
     accelerator_config,
     available,
     gradient_accumulation_kwargs,
+    has_test_split,
     is_true,
     mapping,
     missing,
@@ -73,6 +74,7 @@ advice_row = partial(_row, "advice")  # the run trains as asked, but slowly, or 
 _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
     ("lora_r lora_alpha lora_dropout lora_target_modules use_dora", lambda run: run["use_peft"],
      "without use_peft", "--use_peft"),
+    ("packing_strategy", lambda run: run["packing"], "without packing", "--packing"),
     ("bnb_4bit_quant_type use_bnb_nested_quant", lambda run: run["load_in_4bit"],
      "without load_in_4bit", "--load_in_4bit"),
     ("fsdp_config", lambda run: run["fsdp"], "without fsdp", "--fsdp"),
@@ -226,7 +228,7 @@ def _mode(run: RunSpec) -> str | None:
 def _evaluations(run: RunSpec) -> str:
     """Return the flags that add evaluations to a run that looks for its best model."""
     by_steps = run["dataset_streaming"] or (run.explicit("save_strategy") and run["save_strategy"] == "steps")
-    held_out = f" {HELD_OUT}" * (run.place.by_train_py and not run["dataset_streaming"])
+    held_out = f" {HELD_OUT}" * (run.place.by_train_py and not run["dataset_streaming"] and not has_test_split(run))
     return f"--eval_strategy {'steps' if by_steps else 'epoch'}{held_out}"
 
 
@@ -315,13 +317,13 @@ _ERRORS = (
     error_row("saving_the_best_needs_evaluation", "save_strategy",
               lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
               "'best' needs evaluations, and a metric to compare them",
-              "--eval_strategy steps --metric_for_best_model loss",
+              lambda run: f"{_evaluations(run)} " * (run["eval_strategy"] == "no") + "--metric_for_best_model loss",
               "Without evaluations the run silently saves nothing; without a metric it ends late in a ValueError."),
     error_row("early_stopping_needs_evaluation", "early_stopping_patience",
               lambda run: run["early_stopping_patience"] is not None
               and (run["eval_strategy"] == "no" or not _compares(run)),
               "needs evaluations, and a metric to compare them",
-              "--eval_strategy steps --load_best_model_at_end",
+              lambda run: f"{_evaluations(run)} " * (run["eval_strategy"] == "no") + "--load_best_model_at_end",
               "The start fails: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch` (or a metric)."),
 
     error_row("the_mode_fits_the_metric", "lr_scheduler_kwargs",
@@ -466,9 +468,9 @@ _OF_TRAIN_PY = (
                lambda run: f"--learning_rate {'2e-4' if run['use_peft'] else '2e-5'}, to begin with",
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
-               lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],
-               "is 'no', so overfitting would go unnoticed",
-               f"--eval_strategy epoch {HELD_OUT}"),
+               lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run.explicit("eval_strategy")
+               and not run["dataset_streaming"],
+               "is 'no', so overfitting would go unnoticed", _evaluations),
 
     # What train.py does, and what it does not
     error_row("a_training_trains", "do_train", lambda run: run.explicit("do_train") and not run["do_train"],

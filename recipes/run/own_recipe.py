@@ -93,7 +93,8 @@ def _from_python(file: str, name: str) -> Recipe:
     recipe = _run(file, module[name]) if callable(module.get(name)) else None
     if not isinstance(recipe, Recipe):
         what = f"{file} has no function {name!r} that returns a Recipe"
-        raise mistake("recipe", what, f"use {file}:NAME, where NAME is a function with `return fast().but(...)`")
+        example = 'from recipes.catalog import fast; return fast().but("NAME", "PURPOSE", seed=(3, "REASON"))'
+        raise mistake("recipe", what, f"use {file}:NAME, where NAME is a function such as `{example}`")
     while recipe.base and recipe.base.name not in RECIPES:  # the base is the user's own too
         recipe = replace(recipe, changes={**recipe.base.changes, **recipe.changes}, base=recipe.base.base)
     return _checked(replace(recipe, files=(file,)), [])
@@ -107,7 +108,7 @@ def _run(file: str, function: Callable, *arguments: object) -> Any:
         raise
     except (Exception, SystemExit) as error:
         what = f"{file} raises {type(error).__name__}: {one_line(error)}"
-        raise mistake("recipe", what, "correct the file", file) from None
+        raise mistake("recipe", what, "correct the file (recipes/README.md has an example)", file) from None
 
 
 # --- The values of a recipe -----------------------------------------------------------------------

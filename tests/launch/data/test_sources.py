@@ -69,6 +69,12 @@ def test_a_csv_in_which_a_comma_shifts_the_columns_is_refused(name, tmp_path, to
     assert "a comma in a text needs quotes" in found.what
 
 
+def test_a_line_of_a_jsonl_that_is_no_json_is_named_by_its_number_in_the_file(tmp_path, tokenizer):
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n' * 50_000 + '{"text": "b"\n')
+    found = problem(run_with(dataset_name=str(tmp_path)), tokenizer).what
+    assert "(data.jsonl, line 50,001)" in found and " in row " not in found
+
+
 def test_texts_of_a_csv_stay_as_they_are_where_pandas_would_read_numbers(tmp_path, tokenizer):
     """pandas infers types anew for each 10,000 rows, and in each file."""
     (tmp_path / "a.csv").write_text("text\n" + "yes\n" * 10_000 + "007\n")
@@ -108,6 +114,17 @@ def test_a_malformed_or_empty_slice_is_refused_as_a_mistake_in_the_split(wanted,
     assert found.subject == "dataset_train_split"
     assert (found.what == f"the split '{wanted}' is empty") == (wanted[-1] == "]" and "%" not in wanted)
     assert ("for percent, write train[80%:]" in found.fix) == (wanted[-1] == "]" and "%" not in wanted)
+
+
+@pytest.mark.parametrize(("train", "shared"), [("train+test", 2), ("train[:1]+test[-1:]", 1), ("train", 0)])
+def test_rows_of_the_evaluation_that_are_also_trained_on_are_counted_in_any_form_of_split(
+    train, shared, tmp_path, tokenizer
+):
+    for split in ("train", "test"):
+        jsonl(tmp_path, texts("a", "b"), f"{split}.jsonl")
+    chosen = {"dataset_train_split": train, "eval_strategy": "epoch"}
+    said = load_data(run_with(dataset_name=str(tmp_path), **chosen), tokenizer).description
+    assert said.endswith(f", {shared} of the rows are also trained on" if shared else "at most")
 
 
 def test_an_evaluation_without_a_test_split_is_refused_with_example_split_flags(tmp_path, tokenizer):

@@ -79,3 +79,5 @@ def test_a_push_that_the_hub_refuses_after_the_training_names_the_folder_of_the_
     outcome = train_here(tiny_model, texts, tmp_path, *flags)
     said = " ".join(outcome.output.split())
     assert outcome.code == 1 and f"the model is in {tmp_path}, but not on the Hub: 403" in said and "Trace" not in said
+    card = (tmp_path / "README.md").read_text()  # the card to push
+    assert f"fine-tuned version of {tiny_model} on the {texts} dataset" in card and "recipe `standard`" in card

@@ -122,6 +122,7 @@ CASES |= {
 CLASSIFIES = "--dataset_name d --task sequence_classification"
 UNREAD = [
     ("lora_r lora_alpha lora_dropout lora_target_modules use_dora", "1", "--use_peft", ""),
+    ("packing_strategy", "wrapped", "--packing", "--packing false"),
     ("bnb_4bit_quant_type", "fp4", "--load_in_4bit", ""),
     ("use_bnb_nested_quant", "true", "--load_in_4bit", ""),
     ("fsdp_config", '{"version":2}', "--fsdp full_shard", ""),

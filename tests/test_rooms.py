@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/scaling": 1159,
     "launch": 538,
     "launch/commands": 1262,
-    "launch/data": 2082,
+    "launch/data": 2081,
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,

@@ -244,14 +244,13 @@ def unreadable(name: str, error: Exception) -> UserError:
 
 def _broken_line(name: str) -> str:
     """Return the place of the first line that is no JSON in a .jsonl file; empty if all are."""
-    for file in (Path(path) for path, *_ in file_versions(name) or ()):
-        if file.suffix == ".jsonl":
-            with file.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    try:
-                        json.loads(line if line.strip() else "null")
-                    except ValueError:
-                        return f" ({file.name}, line {number:,})"
+    for path in (path for path, *_ in file_versions(name) or () if path.endswith(".jsonl")):
+        with contextlib.suppress(OSError), Path(path).open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    json.loads(line if line.strip() else "null")
+                except ValueError:
+                    return f" ({Path(path).name}, line {number:,})"
     return ""
 
 

@@ -238,7 +238,7 @@ def _reading(name: str) -> Iterator[None]:
 
 def unreadable(name: str, error: Exception) -> UserError:
     """Return the error for data whose reader raised `error`. The `datasets` log names the file."""
-    what = f"{name} cannot be read{_broken_line(name)}: {_cause(error)}"
+    what = f"{name} cannot be read: {_broken_line(name)}{_cause(error)}"
     return mistake("dataset_name", what, _WHOLE if paths_of(name) else _ON_HUB)
 
 
@@ -250,7 +250,7 @@ def _broken_line(name: str) -> str:
                 try:
                     json.loads(line if line.strip() else "null")
                 except ValueError:
-                    return f" ({Path(path).name}, line {number:,})"
+                    return f"line {number:,} of {Path(path).name}: "
     return ""
 
 

@@ -72,7 +72,7 @@ def test_a_csv_in_which_a_comma_shifts_the_columns_is_refused(name, tmp_path, to
 def test_a_line_of_a_jsonl_that_is_no_json_is_named_by_its_number_in_the_file(tmp_path, tokenizer):
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n' * 50_000 + '{"text": "b"\n')
     found = problem(run_with(dataset_name=str(tmp_path)), tokenizer).what
-    assert "(data.jsonl, line 50,001)" in found and " in row " not in found
+    assert "line 50,001 of data.jsonl: JSON" in found and " in row " not in found
 
 
 def test_texts_of_a_csv_stay_as_they_are_where_pandas_would_read_numbers(tmp_path, tokenizer):

@@ -100,8 +100,8 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
     out.print(_table({name: line for name, line in lines.items() if line}))
     rows = sys.maxsize if run["dataset_streaming"] else len(data.train)  # type: ignore[arg-type]
     if rows < run.batch.total * (10 if run["packing"] else 1):  # a packed row holds many examples
-        kind, apart = ("sequence", run["packing_strategy"] == "bfd") if run["packing"] else ("example", False)
-        fix = "lower --global_batch_size" + ", or --packing false" * apart
+        kind, is_joined = "sequence" if run["packing"] else "example", run["packing_strategy"] == "wrapped"
+        fix = "lower --global_batch_size" + ", or --packing false" * (run["packing"] and not is_joined)
         steps = plural(-(-rows // run.batch.total), "step")
         what = f"is {run.batch.total}, so an epoch of {plural(rows, kind)} has only {steps}"
         print_problems([Problem("global_batch_size", what, fix, severity="advice")], out)
@@ -167,8 +167,8 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
-    """Add a row to the file of `--measure`, print the summary, write the model card, then release
-    DDP or DeepSpeed. All ranks call this once run.json says "finished". Failures are only printed.
+    """Add a row to the file of `--measure`, print the summary, write the model card, push run.json,
+    then free DDP or DeepSpeed. All ranks call this after the end of a run. Errors are only printed.
     """
     out, timings = console(world.is_main), {}
     with only_noted(world):

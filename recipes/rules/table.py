@@ -226,7 +226,7 @@ def _mode(run: RunSpec) -> str | None:
 
 
 def _evaluations(run: RunSpec) -> str:
-    """Return the flags that add evaluations to a run that looks for its best model."""
+    """Return the flags that add evaluations, on the test split of a local folder if it has one."""
     by_steps = run["dataset_streaming"] or (run.explicit("save_strategy") and run["save_strategy"] == "steps")
     held_out = f" {HELD_OUT}" * (run.place.by_train_py and not run["dataset_streaming"] and not has_test_split(run))
     return f"--eval_strategy {'steps' if by_steps else 'epoch'}{held_out}"

@@ -117,9 +117,7 @@ def test_a_malformed_or_empty_slice_is_refused_as_a_mistake_in_the_split(wanted,
 
 
 @pytest.mark.parametrize(("train", "shared"), [("train+test", 2), ("train[:1]+test[-1:]", 1), ("train", 0)])
-def test_rows_of_the_evaluation_that_are_also_trained_on_are_counted_in_any_form_of_split(
-    train, shared, tmp_path, tokenizer
-):
+def test_evaluated_rows_that_are_also_trained_on_are_counted_in_any_split(train, shared, tmp_path, tokenizer):
     for split in ("train", "test"):
         jsonl(tmp_path, texts("a", "b"), f"{split}.jsonl")
     chosen = {"dataset_train_split": train, "eval_strategy": "epoch"}

@@ -8,6 +8,7 @@ from transformers import get_scheduler
 
 from recipes import legal
 from recipes.rules.check import check
+from recipes.rules.facts import HELD_OUT
 from tests.support.real_failures import arguments, assert_fires, losses, tiny_llama, train
 from tests.support.runs import A100, BEST, CLASSIFY, DS, EVAL, MODEL, SGD, T4, Run, ds_json, machine, model, resolved
 
@@ -182,7 +183,16 @@ LEGAL_AFTER_ALL = [
     ("fp16_needs_a_gpu", Run("--bf16")),  # the fix
     ("learning_rates_are_usual", Run("--model_name_or_path gpt2 --learning_rate 3e-4 --from_scratch")),
     ("something_is_held_out", Run(f"--model_name_or_path gpt2 {STREAM}")),
+    ("something_is_held_out", Run("--model_name_or_path gpt2 --dataset_name d --eval_strategy no")),
 ]
+
+
+@pytest.mark.parametrize(("other", "held_out"), [("test", False), ("latest", True)])
+def test_the_fix_for_a_run_without_evaluations_uses_a_test_split_in_the_folder(other, held_out, tmp_path):
+    for name in ("train", other):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
+    found = check(resolved(f"--model_name_or_path gpt2 --dataset_name {tmp_path}"))
+    assert [HELD_OUT in each.fix for each in found if each.subject == "eval_strategy"] == [held_out]
 
 
 def test_a_package_missing_here_is_only_advice_if_the_run_trains_on_another_machine(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ chat, Alpaca, or token ids.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress, zip_longest
+from itertools import chain, compress, cycle, zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from recipes.run import Settings
 IGNORED = -100  # the label that cross-entropy skips
 Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels; if both are one object, all tokens are learned
 
-_BESIDE = ("input", "system", "tools", "labels", "attention_mask")
+_BESIDE = ("input", "history", "system", "tools", "labels", "attention_mask")
 
 
 @dataclass
@@ -181,10 +181,16 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> Tokens:
 
 
 def _completion_of_alpaca(row: Mapping[str, Any], template: str | None) -> dict[str, Any]:
-    """Convert a row to prompt and completion: messages if there is a chat template, else texts."""
+    """Convert a row to prompt and completion: messages if there is a chat template, else texts. The
+    prompt begins with the pairs [question, answer] in `history`, a column of LLaMA-Factory's.
+    """
     task, given, answer = (_text(row, name, "dataset_name") for name in ("instruction", "input", "output"))
-    prompt = "\n\n".join(filter(None, (task, given)))
+    earlier = row["history"] if isinstance(row.get("history"), list) else []
+    if not all(isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in earlier):
+        what = f"has a history that is not a list of pairs of texts: {one_line(repr(earlier)[:100])}"
+        raise mistake("dataset_name", what, 'write [["question", "answer"], ...] in every row, or [] without history')
+    said = [*chain(*earlier), "\n\n".join(filter(None, (task, given))), answer]
     if not template:
-        return {"prompt": f"{prompt}\n\n", "completion": answer}
-    roles = {"prompt": ("user", prompt), "completion": ("assistant", answer)}
-    return {**row, **{name: [{"role": role, "content": text}] for name, (role, text) in roles.items()}}
+        return {"prompt": "".join(f"{text}\n\n" for text in said[:-1]), "completion": answer}
+    chat = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), said, strict=False)]
+    return {**row, "prompt": chat[:-1], "completion": chat[-1:]}

@@ -64,6 +64,10 @@ ROWS = {
     "another key for the content": ({"messages": [{"role": "user", "text": "a"}]}, "a message without content"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, *ANSWER]}, "content is not text"),
     "chats written as text": ({"conversations": "Hello"}, "not a list of messages"),
+    "a history of messages": (
+        {"instruction": "a", "output": "b", "history": [{"a": "b"}]},
+        "history that is not a list of pairs",
+    ),
     "an answer that is a number": ({"instruction": "2+2", "output": 4}, "holds 4, which is not text, in the column"),
     "a call that is not JSON": ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is not a JSON object"),
     "a call with two objects": ({"messages": [*CHAT, TWO_OBJECTS]}, "several objects as arguments"),

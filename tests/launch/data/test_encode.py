@@ -293,10 +293,17 @@ LEARNED = {
     ),
     "Alpaca": (ALPACA, {}, said("Translate to French.\n\nGood morning", "Bonjour"), "Bonjour<|im_end|>\n"),
     "Alpaca without an input": (TASK, {}, said("Name a prime number.", "7"), "7<|im_end|>\n"),
+    "Alpaca with a history": (
+        TASK | {"history": [["hi", "ho"]]}, {}, said("hi", "ho") + said("Name a prime number.", "7"), "7<|im_end|>\n",
+    ),
     "Alpaca with a text too": ({**TASK, "text": "whole"}, {}, said("Name a prime number.", "7"), "7<|im_end|>\n"),
     "Alpaca without a chat template": (
         ALPACA, {"model_name_or_path": None},
         "Translate to French.\n\nGood morning\n\nBonjour<|endoftext|>", "Bonjour<|endoftext|>",
+    ),
+    "a history without a chat template": (
+        TASK | {"history": [["hi", "ho"]]}, {"model_name_or_path": None},
+        "hi\n\nho\n\nName a prime number.\n\n7<|endoftext|>", "7<|endoftext|>",
     ),
     "token ids": ({"input_ids": [5, 6, 7]}, {}, "&'(", "&'("),
     "token ids with labels": ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {}, "&'(", "'("),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.flags import Commands
-from launch.host.files import writing
+from launch.host.files import share, writing
 from launch.host.world import World, prepare_process, process_group
 from launch.output.checkpoints import model_notes, numbered
 from launch.terminal import console, memory_size, plural, print_note, print_progress, print_table
@@ -255,6 +255,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as beside:
             for part in (merged, tokenizer):  # the model with its generation config
                 part.save_pretrained(Path(beside, "whole"))
+            share(Path(beside, "whole").glob("*.safetensors"), Path(beside, "whole", "config.json"))
             Path(beside, "whole").rename(output)
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
     lines = [f"merged   {folder}, based on {base}", f"checked  logits of {compared} (limit in {dtype}: {limit:g})"]

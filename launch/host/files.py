@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,6 +41,15 @@ def flush(path: Path) -> None:
             raise  # some network and cloud file systems cannot flush a folder
     finally:
         os.close(handle)
+
+
+def share(weights: Iterable[Path], like: Path) -> None:
+    """Give weights the permissions of the file `like`. safetensors 0.8 lets only the owner read the
+    files that it writes (safetensors#782), so another user's server would find no model.
+    """
+    for file in weights:
+        with contextlib.suppress(OSError):  # a mounted bucket may have no permissions
+            file.chmod(like.stat().st_mode)
 
 
 def require_writable(folder: Path, size: int = 1) -> None:

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import xxhash
 
-from launch.host.files import flush
+from launch.host.files import flush, share
 from launch.output import record
 from recipes.run import Json
 from recipes.run.files import read_json
@@ -78,6 +78,7 @@ def commit(folder: Path, names: Collection[str]) -> None:
     """
     contents = manifest_of(folder)
     contents.pop("begun", None)
+    share(folder.glob("*.safetensors"), folder / MANIFEST)
     flush_files([folder / name for name in names])
     _write(folder, {**contents, "files": described(folder, names)})
 

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from huggingface_hub import HfApi
 from transformers import Trainer
 
+from launch.host.files import share
 from launch.output import checkpoints
 from launch.output.checkpoints import remove
 from recipes.mixture import title
@@ -59,6 +60,7 @@ class CommittingTrainer(Trainer):
         folder = Path(self.args.output_dir)
         if not self.args.should_save:
             return {}
+        share(folder.glob("*.safetensors"), recorded.file_of(folder))
         checkpoints.flush_files([file for file in folder.iterdir() if file.is_file()])
         return checkpoints.described(folder, checkpoints.model_files(folder))
 

@@ -44,16 +44,16 @@ BUDGETS = {
     "recipes/planner": 3048,
     "recipes/scaling": 1159,
     "launch": 538,
-    "launch/commands": 1262,
-    "launch/data": 2081,
+    "launch/commands": 1263,
+    "launch/data": 2087,
     "launch/doctor": 1279,
     "launch/explain": 400,
     "launch/fit": 256,
-    "launch/host": 1143,
+    "launch/host": 1152,
     "launch/jobs": 1381,
-    "launch/output": 1480,
+    "launch/output": 1483,
     "launch/scaling": 886,
-    "launch/training": 2301,
+    "launch/training": 2304,
 }
 
 

@@ -135,7 +135,7 @@ def batch(run: RunSpec) -> str:
 
 def schedule(run: RunSpec) -> str:
     """Return the settings of the learning-rate schedule, the run's length and max_length."""
-    warmup = run["warmup_steps"]
+    warmup = run["warmup_steps"] * (run["lr_scheduler_type"] not in legal.names("schedules_without_warmup"))
     warm_up = f"warm-up of {warmup:.0%}" if 0 < warmup < 1 else f"warm-up of {plural(int(warmup), 'step')}"
     steps = run["max_steps"]
     length = f"max_steps {steps}" if steps > 0 else f"num_train_epochs {run['num_train_epochs']:g}"
@@ -205,7 +205,10 @@ def _summary(results: Json, run: RunSpec, trainer: RecipeTrainer) -> Iterable[tu
     words += f", {trained:,} of them since the resume" if trained < steps else ""
     yield "steps", f"{steps:,}{words}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
-        yield "loss", f"{results['first_loss']:.3f} at the start, {results['final_loss']:.3f} at the end"
+        first, last = results["first_loss"], results["final_loss"]
+        rose = last > 1.2 * first  # the batches of a good training differ by less
+        diverged = ": it has risen. Start again with --fresh, and a lower --learning_rate" * rose
+        yield "loss", f"{first:.3f} at the start, {last:.3f} at the end{diverged}"
     if run["load_best_model_at_end"]:
         yield "model", _which_model(results, run)
     metrics = dict.fromkeys(metric for names in METRICS.values() for metric in names)

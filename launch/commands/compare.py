@@ -110,7 +110,7 @@ def _derivation(source: str) -> tuple[bool, bool, bool]:
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
-    """Map (part, name) to facts except settings and results. A missing package has version None."""
+    """Return a run's facts, except settings and results, by (part, name); None: no such package."""
     hardware, world = record.get("hardware") or {}, record.get("world_size")
     gpus, code = hardware.get("gpus"), record.get("code") or {}
     nodes = world // (record.get("local_world_size") or world) if world else None

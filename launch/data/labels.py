@@ -24,7 +24,7 @@ class Target:
     """The target of a classifier. `problem_type` is transformers' name for the kind of target.
 
     `names` are the names of the model's outputs, in the model's order. `numbers` maps each label to
-    the index of its class. It is empty for regression, and for labels such as [0, 1, 1].
+    its class index, and is empty for regression and for multi-hot labels such as [0, 1, 1].
     """
 
     problem_type: str

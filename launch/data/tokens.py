@@ -151,9 +151,9 @@ def in_order(encode: Encoder, place: Json | None, first: int, workers: int) -> G
     """Yield the tokens of a source in tables, each with the place where the table ends. Begin at
     `place`. `first` is the index, in the whole split, of the first row to yield.
 
-    From the second table on, `workers` threads of the tokenizer do the work: processes took 50 %
-    more memory. The threads are turned off at the end, because they would hang a forked process. If
-    TOKENIZERS_PARALLELISM was true, they stay on. Chat templates, a sixth of the work, use one.
+    From the second table on, the tokenizer uses `workers` threads: processes took 50 % more memory.
+    Chat templates, a sixth of the work, run in one thread. At the end the threads are turned off,
+    unless TOKENIZERS_PARALLELISM was true, because the threads would hang a forked process.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAYON_NUM_THREADS", str(workers))  # read once, when the threads start

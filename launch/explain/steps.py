@@ -185,7 +185,7 @@ def _loss(trainee: Trainee, batch: torch.Tensor) -> float | None:
 
 
 def main(folder: str) -> None:
-    """Measure a topic on one rank, and answer the request in `folder` with the numbers."""
+    """Measure the variants of a topic on one rank, and answer the request in `folder`."""
     asked = processes.request(folder)
     rank, backend, setup = asked["rank"], "gloo", Setup(torch.device("cpu"))
     if asked["device"] == "cuda":

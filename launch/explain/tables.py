@@ -59,7 +59,7 @@ _NOTES = (
     "speed: from the median step time, ± its estimated error; the variants take turns, step by step",
     "syncs and sent: synchronisations and bytes per step and rank, counted by a DDP communication hook",
     "loss: on the first step's examples after {STEPS} steps of SGD; it was {loss_before:.2f} before",
-    "gradient: norm in the first step, as SGD gets it, relative to row 1; off: |g - g of row 1| / |g of row 1|",
+    "gradient: |g| / |g1|, where SGD's first gradient is g here and g1 in row 1; off: |g - g1| / |g1|",
     "zeroed: the share of the first row's nonzero gradient values that are zero here",
 )
 _LARGE_BATCH = 2**20  # tokens; with the few tokens of this training, almost no gradient underflows in fp16

@@ -270,7 +270,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def fuse_loss(model: Any, capability: tuple[int, int], copies: int) -> None:
     """Replace head and loss as liger-kernel 0.8.5 does, so that the full logits never exist.
 
-    The rows hold `copies` equal batches. Liger's chunks are enlarged by the same factor.
+    The rows hold `copies` equal batches, so Liger's chunks are `copies` times as long.
     """
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias

@@ -331,9 +331,9 @@ def sequences_and_models_are_not_divided(run):
     Context parallelism needs torch's flash or efficient attention, which only GPUs have. No test on
     several GPUs has shown that context parallelism trains the same as DDP.
 
-    tp_size does not divide a model: `Model should undergo tensor parallel before passing it to
-    accelerate`. The user's own script may load a divided model. Under DeepSpeed, tp_size divides
-    the data, but Trainer counts the undivided batch.
+    tp_size does not shard a model: accelerate raises `Model should undergo tensor parallel`. A
+    user's script may load a sharded model. Under DeepSpeed, tp_size processes get the same batch,
+    but Trainer counts the batch once per process.
     """
     sizes = run.engine.parallelism
     by_json = f'use a DeepSpeed JSON with "tensor_parallel": {{"autotp_size": {sizes.tp_size}}}'
@@ -374,8 +374,8 @@ def fsdp2_is_chosen(run):
 @rule
 def fsdp2_shards_layer_by_layer(run):
     """If auto_wrap_policy wraps nothing, FSDP2 gathers the whole model at once, and accelerate's
-    checkpointing ends with a TypeError. Except in the demonstration, SIZE_BASED_WRAP also wraps the
-    list of layers: `fully_shard does not support containers that do not implement forward`.
+    checkpointing raises a TypeError. SIZE_BASED_WRAP wraps the list of layers (not in the small
+    demonstration), which FSDP2 refuses: `fully_shard does not support containers that do not ...`.
     """
     section, fix = run.engine.fsdp, "TRANSFORMER_BASED_WRAP"
     policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()
@@ -426,7 +426,7 @@ def _finds_unused(run: RunSpec) -> bool:
 
 
 def _offloads_gradients(run: RunSpec) -> bool:
-    """True if `--fsdp` offloads under FSDP2. accelerate adds gloo only if a YAML offloads."""
+    """True if `--fsdp` offloads under FSDP2. `--fsdp` adds no gloo; a YAML's offload adds gloo."""
     offloads = is_true(mapping(run["fsdp_config"]).get("cpu_offload")) or "offload" in str(run["fsdp"]).split()
     return bool(run["fsdp"]) and offloads and fsdp_version(run) == 2
 

@@ -62,7 +62,7 @@ def own_settings(recipe: Recipe) -> dict[str, Setting]:
 def _from_yaml(file: str) -> Recipe:
     content = read_yaml(file, "recipe")
     if "base" not in content:
-        fix = "write base: fast; or use --config for a file of settings, --accelerate_config for an Accelerate YAML"
+        fix = "write `base: fast`; or give a settings file to --config, an Accelerate YAML to --accelerate_config"
         raise mistake("recipe", f"{file} has no base", fix)
     base = str(content["base"])
     if base not in RECIPES:

@@ -229,8 +229,8 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     if case.liger_layers:
         fuse_layers(model)
     if case.adapters:
-        if case.checkpointing:
-            model.enable_input_require_grads()  # as launch/training/model.py does
+        if case.checkpointing or case.compiled:  # compiled: so that one partition serves the first layer too
+            model.enable_input_require_grads()  # as launch/training/model.py does with checkpointing
         model = _with_adapters(model, case.adapters)
     model.train(not case.evaluation)
     if case.checkpointing:
@@ -325,17 +325,16 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
     """Extrapolate from traces of shallow models. None if no layers repeat, or if traces mismatch.
 
     Without checkpointing, the last layer's backward differs from the other layers'. In 16 bits
-    without autocast, the last layer's result is freed sooner. Compiled with adapters, the first
-    layer differs from the others. For each of these reasons that applies, the shallow models get
-    one more piece of layers, so that no moment of the deep model is underestimated.
+    without autocast, the last layer's result is freed sooner. For each of these reasons that
+    applies, the shallow models get one more piece of layers, so that no moment of the deep model is
+    underestimated.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
         return None
     kinds = list(zip(types, weights.layers, strict=True))
     in_16_bits = case.autocast is None and case.dtype != "float32"
-    another_first = case.compiled and case.adapters is not None
-    first = 1 + (not case.checkpointing) + in_16_bits + another_first
+    first = 1 + (not case.checkpointing) + in_16_bits
     tries = [depths(kinds, pieces) for pieces in range(first, 5)]
     if len({*types}) == 2 and len({*weights.layers}) == 1:
         # Sliding-window attention often takes as much memory as full attention. If two adjacent

@@ -47,18 +47,14 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what add_subparsers returns
 
 
-def count(text: str) -> int:
-    """Read a whole number of at least 1."""
-    if not text.isdecimal() or text.strip("0") == "":
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
+def whole(text: str, least: int = 0) -> int:
+    """Read a whole number of at least `least`."""
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least {least}")
     return int(text)
 
 
-def whole(text: str) -> int:
-    """Read a whole number of at least 0."""
-    if not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 0")
-    return int(text)
+count = partial(whole, least=1)
 
 
 def amount(text: str, most: float = math.inf) -> float:

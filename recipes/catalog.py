@@ -206,9 +206,8 @@ def fp16_before_sm80(run) -> Decision:
 
 
 def bf16_unless_gpu_is_too_old(run) -> Decision:
-    if run.explicit("fp16") and run["fp16"]:
-        return False, "fp16 was asked for"
-    if run.hardware.cuda and run.hardware.capability < (8, 0):
+    is_too_old = run.hardware.cuda and run.hardware.capability < (8, 0)
+    if is_too_old or (run.explicit("fp16") and run["fp16"]):
         return bf16_where_native(run)
     return True, "ZeRO keeps fp32 master weights; in 16 bits, weights and gradients take half the memory"
 

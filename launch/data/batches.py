@@ -12,7 +12,6 @@ keeps rows with nothing to learn, and joins only within each thousand examples.
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -234,7 +233,11 @@ class Pad:
     def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)
         width = min(-(-length // 8) * 8, self.longest)  # tensor cores want lengths divisible by 8
-        padded = partial(_padded, width=width, left=self.left)
+
+        def padded(values: list[list[int]], filler: int) -> torch.Tensor:
+            filled = [([filler] * (width - len(value)), value) for value in values]
+            return torch.tensor([more + value if self.left else value + more for more, value in filled])
+
         batch = {
             "input_ids": padded([row["input_ids"] for row in rows], filler=self.pad_token_id),
             "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows], filler=0),
@@ -243,8 +246,3 @@ class Pad:
         per_token = isinstance(labels[0], list)
         batch["labels"] = padded(labels, filler=IGNORED) if per_token else torch.tensor(labels)
         return batch
-
-
-def _padded(rows: list[list[int]], width: int, filler: int, left: bool) -> torch.Tensor:
-    padded = ([filler] * (width - len(row)) for row in rows)
-    return torch.tensor([more + row if left else row + more for row, more in zip(rows, padded, strict=True)])

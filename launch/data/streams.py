@@ -187,7 +187,7 @@ def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     wanted = sources.wanted_splits(run, part, list(splits))
     sources.rows_needed(wanted, list(splits))  # raises for a missing split
     rows = splits[wanted["dataset_train_split"]]
-    if rows.num_shards % (run.data_parallel_size * max(1, run["dataloader_num_workers"])):
+    if rows.num_shards % (run.batch.data_parallel * max(1, run["dataloader_num_workers"])):
         rows = rows.reshard()  # makes each row group of Parquet a shard; other files stay as they are
     encode = encoder_of(run, tokenizer, part, rows)
     if (first := next(encode.source.tables(WINDOW), None)) is not None:

@@ -24,7 +24,7 @@ from launch.host import processes
 from recipes.planner.speed import link_of
 from recipes.run import Json
 from recipes.run.hardware import Gpu
-from recipes.run.known_gpus import known
+from recipes.scaling.causes import bus_bytes
 
 _FAR_BELOW = 0.25  # warn below this share of the link's usual speed
 _SLOW = {"nccl": 1.15, "gloo": 2.0}  # warn above this multiple of the median time: gloo's ranks share CPUs
@@ -161,10 +161,9 @@ def bandwidth(rank: Rank) -> Check:
 def compared(seconds: float, latency: float, size: int, ranks: int, link: str, speed: float | None) -> Check:
     """Compare the bus bandwidth of an all-reduce of `size` bytes with the `speed` of the link.
 
-    Bus bandwidth is size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests,
-    doc/PERFORMANCE.md. `latency`: seconds to all-reduce one number. `speed`: bytes/s, if known.
+    `latency`: seconds to all-reduce one number. `speed`: bytes/s, if known.
     """
-    reached = 2 * size * (ranks - 1) / ranks / seconds
+    reached = bus_bytes(size, ranks) / seconds
     known = numbers(**{"all-reduce": (reached, "bytes/s"), "latency": (latency, "s")})
     text = f"all-reduce {reached / 1e9:,.2f} GB/s over {link}{f' ({speed / 1e9:,.1f} GB/s)' if speed else ''}"
     if speed and reached < _FAR_BELOW * speed:
@@ -182,8 +181,7 @@ def _link(rank: Rank) -> tuple[str, float | None]:
         return "the network between the nodes", None
     if not rank.cuda:
         return "loopback", None
-    card = known(rank.asked["card"])
-    gpu = Gpu(card.name if card else "", torch.cuda.get_device_capability(rank.device), 0)
+    gpu = Gpu(rank.asked["card"], torch.cuda.get_device_capability(rank.device), 0)
     speed, name = link_of(gpu, rank.size, 1)
     if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # nvidia-smi shows no NVLink
         return "PCIe", None

@@ -94,8 +94,7 @@ def _guess(run: RunSpec, limit: int) -> int:
 def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
     """Try the guess. If it fits, try larger micro-batches, else smaller. Return fit.json's data."""
     _tokenize(run)
-    share, limit, guess = run.batch.micro * run.batch.accumulation, start["limit"], start["guess"]
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    share, limit, guess, sizes = run.batch.share, start["limit"], start["guess"], run.batch.micro_batches
     out, probes = console(world.is_main), []
 
     def runs(size: int) -> bool:
@@ -110,9 +109,9 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
 
     out.print(f"fit   limit {memory_size(limit)} per process, first try: micro {guess}", highlight=False)
     if runs(guess):
-        all(runs(size) for size in sizes if size > guess)
+        all(runs(size) for size in reversed(sizes) if size > guess)
     else:
-        any(runs(size) for size in reversed(sizes) if size < guess)
+        any(runs(size) for size in sizes if size < guess)
     best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
     if best is None:
         what = f"not even a micro-batch of 1 fits in {memory_size(limit)}: {probes[-1]['words']}"
@@ -236,7 +235,7 @@ def main(folder: str) -> None:
 
 def _requested(request: Json, world: World, folder: str) -> RunSpec:
     run = resolve(request["argv"], world.place(), {**_SETTINGS, "output_dir": folder})
-    batch = Batch(request["micro_batch"], request["accumulation"], run.data_parallel_size, "a probe of --fit", "--fit")
+    batch = Batch(request["micro_batch"], request["accumulation"], run.batch.data_parallel, "a probe of --fit", "--fit")
     return replace(run, batch=batch)
 
 

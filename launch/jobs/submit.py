@@ -23,6 +23,7 @@ from launch.output.submission import NAME, Submission, noted
 from launch.terminal import console, print_note
 from recipes.errors import UserError, mistake, raise_errors
 from recipes.rules.probe import probe_in_child
+from recipes.run import with_flags
 from recipes.run.files import existing_path, nearest, read_yaml
 
 TARGETS: dict[str, type[Target]] = {"local": Local, "slurm": Slurm, "azureml": Azure}
@@ -146,10 +147,7 @@ def site_defaults(target: str) -> dict[str, Any]:
 
 def from_site(site: Mapping[str, Any]) -> str:
     """Return a comment line with the flags from the site file; empty if there are no such flags."""
-    words: list[str] = []
-    for name, value in site.items():
-        words += [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}", str(value)]
-    return f"# From {site_file()}: {join(words)}\n" if site else ""
+    return f"# From {site_file()}: {join(with_flags([], site))}\n" if site else ""
 
 
 # --- How runs are doing ---------------------------------------------------------------------------

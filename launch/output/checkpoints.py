@@ -90,7 +90,7 @@ def _write(folder: Path, contents: Json) -> None:
 
 def manifest_of(folder: Path) -> Json:
     """Return the content of a checkpoint's manifest; empty if it is missing or damaged."""
-    return record.intact(folder / MANIFEST)
+    return record.intact(folder, MANIFEST)
 
 
 def is_committed(folder: Path) -> bool:
@@ -185,7 +185,7 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
     A checkpoint of another run than the folder's is treated as damaged. If the folder's run is not
     known, a checkpoint of any run is valid. Checkpoints up to step `after` are ignored.
     """
-    run = record.read_intact(output_dir).get("run")
+    run = record.intact(output_dir).get("run")
     damaged: list[Checkpoint] = []
     for path in (path for path in numbered(output_dir) if _step(path) > after):
         checkpoint = inspect(path, run)
@@ -199,7 +199,7 @@ def newest_complete(output_dir: str | Path) -> Path | None:
     """Return the newest complete checkpoint of the folder's run, or None. Only the manifests are
     read. A resume also checks the files; here there may be no time to read them.
     """
-    run = record.read_intact(output_dir).get("run")
+    run = record.intact(output_dir).get("run")
     own = (path for path in numbered(output_dir) if not is_foreign(path, run))
     return next((path for path in own if is_committed(path)), None)
 

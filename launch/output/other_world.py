@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from launch.host.processes import answer, ask, request
 from launch.host.world import World
@@ -132,11 +133,8 @@ class AnyWorld:
             deepspeed_load_checkpoint(engine, checkpoint, load_module_strict)
             return
         # Set this for one call only: the best checkpoint, read at the end, may need no conversion.
-        engine._config.load_universal_checkpoint = True
-        try:
+        with patch.object(engine._config, "load_universal_checkpoint", True):
             deepspeed_load_checkpoint(engine, str(copy), load_module_strict)
-        finally:
-            engine._config.load_universal_checkpoint = False
         _complete(engine, copy)
         if self.world.size > 1:
             torch.distributed.barrier()  # all ranks have read the copy
@@ -150,17 +148,11 @@ class AnyWorld:
         return writers(checkpoint) != self.world.size and shards(checkpoint) not in (0, self.ranks)
 
 
-@contextlib.contextmanager
-def read_by(reader: AnyWorld | None) -> Iterator[None]:
+def read_by(reader: AnyWorld | None) -> contextlib.AbstractContextManager:
     """In the block, Trainer loads DeepSpeed's checkpoints with `reader` or, for None, as usual."""
     from transformers import trainer
 
-    theirs = trainer.deepspeed_load_checkpoint
-    trainer.deepspeed_load_checkpoint = reader.load if reader else theirs
-    try:
-        yield
-    finally:
-        trainer.deepspeed_load_checkpoint = theirs
+    return patch.object(trainer, "deepspeed_load_checkpoint", reader.load) if reader else contextlib.nullcontext()
 
 
 def shards(checkpoint: Path) -> int:

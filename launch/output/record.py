@@ -158,16 +158,11 @@ def read(folder: str | Path) -> Json:
     return read_json(Path(folder) / NAME)[0] or {}
 
 
-def read_intact(folder: str | Path) -> Json:
-    """Return the record in a folder; empty if the record is missing or any bit has changed, because
-    a damaged record cannot show what was trained, or by which run.
+def intact(folder: str | Path, name: str = NAME) -> Json:
+    """Return run.json or a manifest without the checksum; empty if it is missing or any bit has
+    changed, because a damaged record cannot show what was trained, or by which run.
     """
-    return intact(Path(folder) / NAME)
-
-
-def intact(file: Path) -> Json:
-    """Return a JSON file's content without the checksum; empty if the file is absent or changed."""
-    found = read_json(file)[0] or {}
+    found = read_json(Path(folder) / name)[0] or {}
     return found if found.pop("checksum", None) == _checksum_of(found) else {}
 
 
@@ -287,7 +282,7 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml:
         "engine": run.engine.title,
         "world_size": world_size,
         "local_world_size": run.local_world_size,
-        "data_parallel_size": run.data_parallel_size,
+        "data_parallel_size": run.batch.data_parallel,
         "started": now(),
         "command": sys.argv,
         **material(run, data_commit),

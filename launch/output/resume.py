@@ -128,7 +128,7 @@ def look_ahead(run: RunSpec) -> Earlier | None:
         require_writable(folder)
     if folder.is_dir():
         os.close(_locked(run, fcntl.LOCK_SH))
-    return _finished(run, record.read_intact(folder))
+    return _finished(run, record.intact(folder))
 
 
 def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
@@ -137,7 +137,7 @@ def find_earlier_run(run: RunSpec, data_commit: str | None = None) -> Earlier:
     Renames damaged checkpoints, deletes incomplete ones. Raises `UserError` if this run can neither
     begin nor continue in the folder. `data_commit` is the commit of Hub data.
     """
-    old, named = record.read_intact(run["output_dir"]), _named(run)
+    old, named = record.intact(run["output_dir"]), _named(run)
     if finished := _finished(run, old):
         return finished
     if run["fresh"]:
@@ -165,7 +165,7 @@ def _finished(run: RunSpec, old: Json) -> Earlier | None:
         if finished:
             what = f"{folder} holds a finished run, which a resume from {named} would overwrite"
             raise _refused(run, what, "use another --output_dir")
-        _require_same_training(run, record.read_intact(named.parent), named)
+        _require_same_training(run, record.intact(named.parent), named)
     elif named or numbered(folder) or finished:
         _require_same_training(run, old)
     if not finished or _asks_for_more(run, old):
@@ -203,7 +203,7 @@ def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[st
     if checkpoint.faults:
         fix = "leave --resume_from_checkpoint out: the newest valid checkpoint is found automatically"
         raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
-    began_from = record.read_intact(path.parent)
+    began_from = record.intact(path.parent)
     return _from(checkpoint, run, began_from, new_run(path, checkpoint.step), notes, data_commit)
 
 

@@ -202,10 +202,8 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
 
     None if there are no such flags. A flag with the value None must be left out of the command.
     """
-    micro, share = run.batch.micro, run.batch.micro * run.batch.accumulation
-    attempts: list[Json] = [
-        {"per_device_train_batch_size": size} for size in range(micro - 1, 0, -1) if not share % size
-    ]
+    micro, smaller = run.batch.micro, [size for size in run.batch.micro_batches if size < run.batch.micro]
+    attempts: list[Json] = [{"per_device_train_batch_size": size} for size in smaller]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
     # Drop a typed flag, or override a file's, if it prevents a resume from the newest checkpoint.
@@ -216,7 +214,7 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     }
     for flags in attempts:
         if run.explicit("gradient_accumulation_steps"):  # else the micro-batch determines the accumulation
-            flags["gradient_accumulation_steps"] = share // flags["per_device_train_batch_size"]
+            flags["gradient_accumulation_steps"] = run.batch.share // flags["per_device_train_batch_size"]
         flags |= resumed
         found = check(resolve(with_flags(argv, flags), run.place))
         if not any(problem.severity == "error" for problem in found):

@@ -59,7 +59,9 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     new: list[str] = []
     config = load_config(run, tokenizer, data.labels, data.problem_type)
     if run["model_name_or_path"] and _waits_for_weights(run):
-        model = _unread(run, config)
+        with no_init_weights():  # uninitialized weights take no RAM until they are written
+            model = _built(run, config)
+        model.tie_weights()
     elif run["from_scratch"] or run["model_name_or_path"] is None:
         model = _from_scratch(run, config)
     else:
@@ -257,14 +259,6 @@ def _waits_for_weights(run: Settings) -> bool:
     """True if FSDP2 sends rank 0's weights to this process, which then need not read them."""
     sends = is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not run["load_in_4bit"]
     return sends and torch.distributed.get_rank() > 0
-
-
-def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
-    """Create the model with uninitialized weights, which take no RAM until they are written."""
-    with no_init_weights():
-        model = _built(run, config)
-    model.tie_weights()
-    return model
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:

@@ -26,7 +26,7 @@ from launch.training.trainer import RecipeTrainer
 from recipes.planner.speed import exchanges, flops_are_known, model_flops
 from recipes.run import Json, RunSpec, with_flags
 from recipes.run.spec import BATCH_FIELDS
-from recipes.scaling.causes import wire_time
+from recipes.scaling.causes import bus_bytes
 from recipes.scaling.timings import PARTS, Timing, append, name_of
 
 # Disturbances change a short step most, so a short step is repeated more often, for one second.
@@ -83,7 +83,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
             bandwidth, known["link_latency"] = _link(size // known["collectives"], world, device)
             known["link_bandwidth"] = bandwidth
             if "communication" in parts:
-                known["overlap"] = max(0.0, 1 - parts["communication"] / wire_time(size, bandwidth, world))
+                known["overlap"] = max(0.0, 1 - parts["communication"] * bandwidth / bus_bytes(size, world))
 
     tokens = results.get("tokens_per_second")
     return Timing(
@@ -160,17 +160,14 @@ def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
 
 
 def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
-    """Return the bandwidth (bytes/s) and the latency (s) of the link, from all-reduces of `size`
-    bytes and of a few bytes, while nothing else runs.
-
-    The bandwidth is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md): S/t x 2(p-1)/p, for S
-    bytes in t seconds between p processes.
+    """Return the bus bandwidth (bytes/s) and the latency (s) of the link, from all-reduces of
+    `size` bytes and of a few bytes, while nothing else runs.
     """
     tensors = (torch.zeros(max(1, size // 4), device=device), torch.zeros(2, device=device))
     for tensor in tensors:
         dist.all_reduce(tensor)  # the first one sets up connections
     large, small = _compared([partial(dist.all_reduce, tensor) for tensor in tensors], _TRIES, device)
-    return size / median(_slowest(large)) * 2 * (world - 1) / world, median(_slowest(small))
+    return bus_bytes(size, world) / median(_slowest(large)), median(_slowest(small))
 
 
 def _slowest(ranks: list[list[float]]) -> list[float]:

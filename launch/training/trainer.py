@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin, gather_object
@@ -200,11 +201,8 @@ class RecipeTrainer(CommittingTrainer):
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
         """Return a loader of all held-out examples: `dataloader_drop_last` applies to training."""
-        drops, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
-        try:
+        with patch.object(self.args, "dataloader_drop_last", False):
             return super().get_eval_dataloader(*args, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = drops
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler = super()._get_train_sampler(*args, **kwargs)
@@ -463,7 +461,7 @@ def build_trainer(
     any rank, all ranks save and leave. Raises `UserError` if no example is left to train on.
     """
     end_workers_that_cannot_send()
-    fewest = run.batch.micro * run.data_parallel_size if run["dataloader_drop_last"] else 0
+    fewest = run.batch.micro * run.batch.data_parallel if run["dataloader_drop_last"] else 0
     if not isinstance(data.train, Stream) and len(data.train) < fewest:  # type: ignore[arg-type]
         what = f"drops every example: one micro-batch per process takes {fewest} examples; the data has fewer"
         raise mistake("dataloader_drop_last", what, "leave it out, or use a smaller --global_batch_size")
@@ -472,7 +470,7 @@ def build_trainer(
     kind = data.problem_type  # None for a language model
     any_world = None
     if run.engine.kind == "deepspeed":
-        any_world = AnyWorld(Path(run["output_dir"]), world, run.data_parallel_size, partial(print_note, out=out))
+        any_world = AnyWorld(Path(run["output_dir"]), world, run.batch.data_parallel, partial(print_note, out=out))
     trainer = RecipeTrainer(
         model=model,
         args=args,

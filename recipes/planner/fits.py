@@ -36,6 +36,7 @@ from recipes.rules.data_and_model import fuses_the_loss, what_peft_accepts
 from recipes.rules.facts import mapping
 from recipes.rules.table import compiles
 from recipes.run import RunSpec
+from recipes.run.fitted import asks_for_a_micro_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -69,7 +70,7 @@ class Estimator:
         Raises `UserError` if the model cannot be built or traced, or if peft refuses the adapters.
         """
         micro_batch = self._of_case(run, self.case(run, micro))
-        return Memory(run, self.weights(run), micro_batch, share(run) // micro, self._evaluation(run))
+        return Memory(run, self.weights(run), micro_batch, run.batch.share // micro, self._evaluation(run))
 
     def weights(self, run: RunSpec) -> Weights:
         """Count the parameters. Raises `UserError` if task or adapters do not suit the model."""
@@ -258,7 +259,7 @@ class Planner:
 
         torch's cache is left out, because it takes longer to compute and only adds memory.
         """
-        weights = Memory(run, self.estimator.weights(run), accumulation=share(run) // micro)
+        weights = Memory(run, self.estimator.weights(run), accumulation=run.batch.share // micro)
         may = self._fits_gpu(weights.gpu) and self._fits_host(weights)
         return may and self._fits_gpu(self.estimator.memory(run, micro).gpu)
 
@@ -293,28 +294,14 @@ class Planner:
 
     def splits(self, planned: Planned) -> Iterator[Planned]:
         """Yield a plan for each micro-batch that keeps the run's global batch, largest first."""
-        for micro in _divisors(share(planned.run)):
+        for micro in planned.run.batch.micro_batches:
             yield planned if micro == planned.micro_batch else self.at(planned.run, micro)
-
-
-def asks_for_a_micro_batch(run: RunSpec) -> bool:
-    """True if the user has set the micro-batch, directly or by the accumulation."""
-    return run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps")
-
-
-def share(run: RunSpec) -> int:
-    """Return how many examples of each global batch one process gets."""
-    return run.batch.micro * run.batch.accumulation
 
 
 def micro_batches(run: RunSpec) -> list[int]:
     """List micro-batches that keep the global batch, largest first, none above the user's own."""
-    most = run.batch.micro if asks_for_a_micro_batch(run) else share(run)
-    return [size for size in _divisors(share(run)) if size <= most]
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(number, 0, -1) if number % size == 0]
+    most = run.batch.micro if asks_for_a_micro_batch(run) else run.batch.share
+    return [size for size in run.batch.micro_batches if size <= most]
 
 
 def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> Iterator[str]:

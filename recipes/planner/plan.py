@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from recipes.errors import Problem, UserError, mistake, plural
 from recipes.legal.schema import package_folder
-from recipes.planner.fits import Planned, Planner, asks_for_a_micro_batch, estimator_of
+from recipes.planner.fits import Planned, Planner, estimator_of
 from recipes.planner.published import Context, context_of
 from recipes.planner.sizes import SHAPES, description, is_size, read_config
 from recipes.planner.speed import link_of, mfu_of, unknown_compute
 from recipes.rules.check import require_legal
 from recipes.run import Json, RunSpec, Settings, here, known_gpus, resolve, with_flags
+from recipes.run.fitted import asks_for_a_micro_batch
 from recipes.run.hardware import Gpu, Hardware
 
 if TYPE_CHECKING:
@@ -228,9 +229,8 @@ def _names(request: Request, recipe: str | None) -> list[str]:
         return [recipe]
     if given := request._asked.given.get("recipe"):
         return [given.value]
-    own_engine = [name for name in _FASTEST_FIRST if request.accelerate_config and name not in ("fast", "standard")]
-    nothing_to_share = ["sharded"] if request.num_processes == 1 else []
-    return [name for name in _FASTEST_FIRST if name not in (*own_engine, *nothing_to_share)]
+    names = ("fast", "standard") if request.accelerate_config else _FASTEST_FIRST
+    return [name for name in names if name != "sharded" or request.num_processes > 1]
 
 
 def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:

@@ -14,7 +14,7 @@ from recipes.planner.published import ADAM_SECONDS, pcie_of
 from recipes.rules.facts import syncs_each_micro_batch
 from recipes.run import RunSpec
 from recipes.run.hardware import Gpu
-from recipes.run.known_gpus import CATALOGUE
+from recipes.run.known_gpus import known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -50,10 +50,11 @@ def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
 
     Return (None, "") for one process, for several nodes, and for a GPU not in known_gpus.csv.
     """
-    if processes == 1 or nodes > 1 or not any(card.name == gpu.name for card in CATALOGUE):
+    card = known(gpu.name)
+    if processes == 1 or nodes > 1 or card is None:
         return None, ""
     for name, speed in _NVLINK.items():
-        if gpu.name.startswith(name):
+        if card.name.startswith(name):
             return speed, "NVLink"
     return _OF_PCIE * pcie_of(gpu.capability), "PCIe"
 
@@ -99,7 +100,7 @@ def step_time(
     `length` is tokens per sequence. `bandwidth`, in bytes per second, is the bus bandwidth of
     nccl-tests: the bytes that each GPU sends in a collective, divided by the time.
     """
-    accumulation = run.batch.micro * run.batch.accumulation // micro
+    accumulation = run.batch.share // micro
     sent = sent_bytes(run, weights, accumulation)
     flops, peak = flops_per_token(run, weights, config, length), _peak(run)
     compute = flops * length * micro * accumulation / (mfu * peak) if flops and peak else None
@@ -113,7 +114,7 @@ def step_time(
 
 def _peak(run: RunSpec) -> float | None:
     """Return one GPU's peak FLOP/s in the run's precision. None if it is unknown, as in fp32."""
-    card = next((card for card in CATALOGUE if run.hardware.gpus and card.name == run.hardware.gpus[0].name), None)
+    card = known(run.hardware.gpus[0].name) if run.hardware.gpus else None
     if card is None or not (run["bf16"] or run["fp16"]):
         return None
     return card.peak_flops or (card.peak_fp16_flops if run["fp16"] else None)

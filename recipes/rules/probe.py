@@ -269,7 +269,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
     class Config(DeepSpeedConfig):
         def _configure_train_batch_size(self) -> None:
             # Every process of an autotp_size group counts, but only one per shared sequence.
-            self.world_size = run.data_parallel_size * tensor // self._param_dict.get("sequence_parallel_size", 1)
+            self.world_size = run.batch.data_parallel * tensor // self._param_dict.get("sequence_parallel_size", 1)
             super()._configure_train_batch_size()
 
     if args.fp16 and not run.hardware.cuda and not get_accelerator().is_fp16_supported():

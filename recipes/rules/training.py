@@ -175,14 +175,6 @@ def best_metric_is_reported(run):
         yield Problem("metric_for_best_model", f"{wanted} is not reported by the evaluation", fix)
 
 
-def _smaller_is_better(run: Settings) -> bool | None:
-    return smaller_is_better(run["metric_for_best_model"] or "loss")
-
-
-def _better(run: Settings) -> str:
-    return f"{'smaller' if _smaller_is_better(run) else 'greater'} {run['metric_for_best_model'] or 'loss'}"
-
-
 # --- Checkpoints and the Hub ----------------------------------------------------------------------
 
 
@@ -263,9 +255,11 @@ ROWS = (
                "leave it out: saving follows evaluation",
                "If the best model was not saved, Trainer loads another saved model, or none at all."),
     advice_row("best_is_the_better_value", "greater_is_better",
-               lambda run: _smaller_is_better(run) is not None and run["greater_is_better"] == _smaller_is_better(run)
+               lambda run: run["greater_is_better"] is not None
+               and run["greater_is_better"] == smaller_is_better(run["metric_for_best_model"] or "loss")
                and (run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]),
-               lambda run: f"is {str(run['greater_is_better']).lower()}, but a {_better(run)} is better",
+               lambda run: ("is true, but a smaller " if run["greater_is_better"] else "is false, but a greater ")
+               + f"{run['metric_for_best_model'] or 'loss'} is better",
                "leave it out", "Trainer keeps the worst model as the best, and early stopping waits for a worse one."),
     error_row("resume_starts_from_something", "resume_from_checkpoint", _resumes_from_nothing,
               "{resume_from_checkpoint} is not a folder", "leave it out: resuming is automatic",

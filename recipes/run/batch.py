@@ -28,7 +28,17 @@ class Batch:
     @property
     def total(self) -> int:
         """The global batch: examples per optimizer step over all processes."""
-        return self.micro * self.accumulation * self.data_parallel
+        return self.share * self.data_parallel
+
+    @property
+    def share(self) -> int:
+        """The examples of each global batch that one process, or group of processes, gets."""
+        return self.micro * self.accumulation
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """The micro-batches that keep the global batch, largest first."""
+        return [size for size in range(self.share, 0, -1) if self.share % size == 0]
 
     def __str__(self) -> str:
         return f"{self.micro} x {self.accumulation} x {self.data_parallel} = {self.total}"

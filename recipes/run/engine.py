@@ -51,13 +51,8 @@ class Parallelism:
 def sizes_of(values: Mapping[str, Any], source: str, prefix: str = "") -> Parallelism:
     """Read ParallelismConfig's sizes from arguments, a YAML or variables. Numbers may be text."""
     names = (field.name for field in fields(Parallelism) if field.name.endswith("_size"))
-    read = {name: _count(values.get(f"{prefix}{name}")) for name in names}
+    read = {name: max(1, _int(values.get(f"{prefix}{name}"))) for name in names}
     return Parallelism(**read, source=source)
-
-
-def _count(value: object) -> int:
-    number = _number(value)
-    return number if type(number) is int and number > 1 else 1
 
 
 def exported_sizes(environment: Mapping[str, str]) -> Parallelism:
@@ -199,14 +194,14 @@ def _as_deepspeed(engine: Engine, section: Json) -> Engine:
     file = section.get("deepspeed_config_file")
     named = file if isinstance(file, dict) else read_json(str(file))[0] if file else None
     content = named or {}
-    zero = _section(content, "zero_optimization")
+    zero, tensor = _section(content, "zero_optimization"), _section(content, "tensor_parallel")
     return replace(
         engine,
         kind="deepspeed",
         zero_stage=_int(zero.get("stage", section.get("zero_stage", 2) if named is None else 0)),
         offload_optimizer=_device(zero.get("offload_optimizer"), section.get("offload_optimizer_device")),
         offload_param=_device(zero.get("offload_param"), section.get("offload_param_device")),
-        parallelism=replace(engine.parallelism, autotp=_count(_section(content, "tensor_parallel").get("autotp_size"))),
+        parallelism=replace(engine.parallelism, autotp=max(1, _int(tensor.get("autotp_size")))),
         json=named,
         json_source=file if isinstance(file, str) else "DeepSpeed JSON",
     )

@@ -39,11 +39,16 @@ def read(folder: str | Path) -> Json:
     return {**content, "file": str(file)} if content else {}
 
 
+def asks_for_a_micro_batch(run: RunSpec) -> bool:
+    """True if the user has set the micro-batch, directly or by the accumulation."""
+    return run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps")
+
+
 def with_fit(run: RunSpec) -> RunSpec:
     """Use a valid fit.json's batch sizes, unless the user set micro-batch or accumulation."""
-    if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
+    if asks_for_a_micro_batch(run) or not run["output_dir"]:
         return run
-    fitted = batch(run, read(run["output_dir"])) if run["output_dir"] else None
+    fitted = batch(run, read(run["output_dir"]))
     return replace(run, batch=fitted) if fitted else run
 
 
@@ -58,4 +63,4 @@ def batch(run: RunSpec, fit: Json) -> Batch | None:
 def as_batch(run: RunSpec, fit: Json) -> Batch:
     """Return the batch sizes in `fit`, with the measured memory peak as part of the reason."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
-    return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason, FIT)
+    return Batch(fit["micro_batch"], fit["accumulation"], run.batch.data_parallel, reason, FIT)

@@ -123,11 +123,6 @@ class RunSpec(Mapping):
         return self.place.local_world_size
 
     @property
-    def data_parallel_size(self) -> int:
-        """The number of processes, or groups of processes, that train on their own examples."""
-        return max(1, self.world_size // self.engine.parallelism.sharing)
-
-    @property
     def engine_title(self) -> str:
         """The engine's display name. accelerate trains an FSDP launch on a CPU as plain DDP."""
         if self.engine.kind == "fsdp" and not self.hardware.can_shard:

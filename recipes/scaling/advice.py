@@ -12,8 +12,8 @@ from statistics import median
 
 from recipes.run import Settings, with_flags
 from recipes.scaling.analyse import Series, Size, Spread, spread
-from recipes.scaling.causes import WORTH_NAMING, Cause, megabytes, milliseconds, wire_time
-from recipes.scaling.timings import Timing, of_median, together
+from recipes.scaling.causes import WORTH_NAMING, Cause, bus_bytes, megabytes, milliseconds
+from recipes.scaling.timings import Timing, grouped, of_median, together
 
 # The advised accumulation lowers communication to at most this share of a step.
 _SMALL_COMMUNICATION = 0.10
@@ -112,7 +112,7 @@ def _volume_bound(row: Timing, waits: float) -> bool:
     """
     if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return False
-    sending = wire_time(row.sync_bytes, row.link_bandwidth, row.num_processes)
+    sending = bus_bytes(row.sync_bytes, row.num_processes) / row.link_bandwidth
     return max(2 * row.collectives * row.link_latency, waits / 4) < sending
 
 
@@ -220,10 +220,7 @@ class Applied:
 
 def applied(rows: Sequence[Timing]) -> list[Applied]:
     """Return the tried changes, each compared with the interleaved runs without the change."""
-    runs: dict[tuple[str, str, str], list[Timing]] = {}
-    for row in rows:
-        if row.samples:
-            runs.setdefault((row.name, row.recipe, row.applied), []).append(row)
+    runs = grouped((row for row in rows if row.samples), lambda row: (row.name, row.recipe, row.applied))
     found = []
     for (name, recipe, title), after in runs.items():
         pairs = zip(runs.get((name, recipe, f"{BEFORE}: {title}"), []), after, strict=False)

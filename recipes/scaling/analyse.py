@@ -5,15 +5,14 @@ whether other jobs have the same global batch (strong scaling) or the same batch
 so this module compares the jobs. Rows of other programs are strong scaling unless they name a kind.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low, quantiles
-from typing import Any, TypeVar
+from typing import Any
 
 from recipes.scaling.causes import LostTime, Training, lost_time_of
-from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing, of_median, together
+from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing, grouped, of_median, together
 
-K = TypeVar("K")
 # The lowest efficiency of each band. A size that is slower than a smaller size is always negative.
 EXCELLENT, GOOD = 0.85, 0.70
 NEGATIVE = "negative scaling"
@@ -94,13 +93,6 @@ def analyse(rows: Iterable[Timing]) -> list[Series]:
     return found
 
 
-def _grouped(rows: Iterable[Timing], key: Callable[[Timing], K]) -> dict[K, list[Timing]]:
-    groups: dict[K, list[Timing]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
 # --- Rows of jobs --------------------------------------------------------------------------------
 
 
@@ -115,10 +107,10 @@ def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
     the training's name contains the command.
     """
     names: dict[int, str] = {}  # by the row's id
-    for alike in _grouped(filter(_is_of_a_job, rows), lambda row: (row.name, row.recipe)).values():
+    for alike in grouped(filter(_is_of_a_job, rows), lambda row: (row.name, row.recipe)).values():
         if len({row.command for row in alike}) > 1:
             names |= {id(row): f"{row.name} ({row.command or 'no flags'})" for row in alike}
-    return _grouped(rows, lambda row: (names.get(id(row), row.name), row.recipe))
+    return grouped(rows, lambda row: (names.get(id(row), row.name), row.recipe))
 
 
 def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
@@ -145,7 +137,7 @@ def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list
 def _series(key: tuple[str, str, str], own: list[Timing], training: Training) -> Series:
     """Return a series. Throughput counts samples, or tokens if rows lack samples, else epochs."""
     count = next((count for count in ("samples", "tokens") if all(getattr(row, count) for row in own)), "")
-    by_world = sorted(_grouped(own, lambda row: row.num_processes).items())
+    by_world = sorted(grouped(own, lambda row: row.num_processes).items())
     sizes: list[Size] = []
     for _, rows in by_world:
         sizes.append(_size(key, rows, by_world[0][1], sizes, training, count))

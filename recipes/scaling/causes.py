@@ -14,7 +14,7 @@ from functools import cached_property
 from math import log, prod
 from statistics import median
 
-from recipes.scaling.timings import Timing, of_median, together
+from recipes.scaling.timings import Timing, grouped, of_median, together
 
 # A cause is named only if it takes this share of a step or more: a smaller share may be noise.
 WORTH_NAMING = 0.10
@@ -143,7 +143,7 @@ def _measured(key: str, row: Timing) -> float | None:
 def _exchange_words(row: Timing) -> str:
     text = ""
     if row.sync_bytes and row.link_bandwidth:
-        seconds = wire_time(row.sync_bytes, row.link_bandwidth, row.num_processes)
+        seconds = bus_bytes(row.sync_bytes, row.num_processes) / row.link_bandwidth
         text += f"; sending {megabytes(row.sync_bytes)} per step over a link of {megabytes(row.link_bandwidth)}/s "
         text += f"takes {milliseconds(seconds)}"
     if row.syncs and row.syncs > 1:
@@ -161,13 +161,12 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
     return cause.key == "data" and bool(row.workers) and cause.large
 
 
-def wire_time(size: float, bandwidth: float, processes: int) -> float:
-    """Return the seconds that an all-reduce of `size` bytes takes at a bus bandwidth in bytes/s.
+def bus_bytes(size: float, processes: int) -> float:
+    """Return the bytes that each process sends in an all-reduce of `size` bytes: 2(p-1)/p of them.
 
-    Each process sends 2(p-1)/p of the bytes, as doc/PERFORMANCE.md of nccl-tests defines bus
-    bandwidth.
+    Divided by seconds, they are the bus bandwidth of nccl-tests (doc/PERFORMANCE.md).
     """
-    return 2 * (processes - 1) / processes * size / bandwidth
+    return 2 * (processes - 1) / processes * size
 
 
 # --- All rows of a training together -------------------------------------------------------------
@@ -177,10 +176,8 @@ class Training:
     """The timings of one process: the reference for all world sizes of a training and recipe."""
 
     def __init__(self, rows: Sequence[Timing]) -> None:
-        self._alone: dict[int, list[Timing]] = {}  # rows of one process, by global batch
-        for row in rows:
-            if row.num_processes == 1 and row.global_batch:
-                self._alone.setdefault(row.global_batch, []).append(row)
+        alone = [row for row in rows if row.num_processes == 1 and row.global_batch]
+        self._alone = grouped(alone, lambda row: row.global_batch or 0)
 
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
         """Return the uncertainty of the time lost to a cause, as a share of the step."""

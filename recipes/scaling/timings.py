@@ -9,17 +9,18 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from math import inf, sqrt
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from recipes.errors import Problem, UserError, mistake, raise_errors
 from recipes.run import Settings
 
+K = TypeVar("K")
 WARM_UP_STEPS = 3  # steps at the start of each run that are not timed
 
 
@@ -113,6 +114,13 @@ def name_of(run: Settings) -> str:
     """Return the name for a run's rows: `run_name`, the model's short name, or `demonstration`."""
     model = run["model_name_or_path"]
     return run["run_name"] or (str(model).rstrip("/").rpartition("/")[2] if model else "demonstration")
+
+
+def grouped(rows: Iterable[Timing], key: Callable[[Timing], K]) -> dict[K, list[Timing]]:
+    groups: dict[K, list[Timing]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 # --- Reading -------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ MISTAKES = {
     "no purpose": ("mine.yaml", "base: fast", "purpose: is missing"),
     "an unknown base": ("mine.yaml", "base: fats\npurpose: x", "Fix: fast"),
     "another file as its base": ("mine.yaml", "base: ours.yaml\npurpose: x", "ours.yaml is not a shipped recipe"),
-    "no base": ("mine.yaml", "seed: 3", "use --config for a file of settings"),
+    "no base": ("mine.yaml", "seed: 3", "give a settings file to --config"),
     "an unknown engine": ("mine.yaml", _HEAD + "engine: fats.yaml", "Fix: fast"),
     "no micro-batch": ("mine.yaml", _HEAD + "micro_batch_cap: 0", "micro_batch_cap: is 0"),
     "a taken name": ("fast.yaml", _HEAD, "'fast' is the name of a shipped recipe"),

@@ -40,11 +40,11 @@ PLACES = {
 def test_the_tensor_parallel_size_is_read_from_yaml_json_variables_and_arguments(name, files):
     argv, settings, place = PLACES[name]
     run = resolved(argv, None if "accelerate_config" in place else 4, settings, **place)
-    assert (run.world_size, run.data_parallel_size, str(run.batch)) == (4, 2, "4 x 2 x 2 = 16")
+    assert (run.world_size, run.batch.data_parallel, str(run.batch)) == (4, 2, "4 x 2 x 2 = 16")
 
 
 def test_the_tp_size_variable_is_ignored_without_accelerate_use_parallelism_config():
-    assert resolved("", 4, environment=TP).data_parallel_size == 4
+    assert resolved("", 4, environment=TP).batch.data_parallel == 4
 
 
 def test_a_parallelism_config_given_as_text_is_refused():
@@ -68,4 +68,4 @@ def test_a_users_own_script_may_use_tensor_parallelism_on_gpus():
     place = dict(hardware=TWO_GPUS, trained_by="script")
     run = resolved("", 2, {"parallelism_config": ParallelismConfig(tp_size=2)}, **place)
     assert not [problem for problem in check(run) if problem.severity == "error"]
-    assert (run.data_parallel_size, run.batch.total) == (1, 16)
+    assert (run.batch.data_parallel, run.batch.total) == (1, 16)

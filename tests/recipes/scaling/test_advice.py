@@ -7,7 +7,7 @@ import pytest
 
 from recipes.scaling.advice import BEFORE, Advice, advise, applied
 from recipes.scaling.analyse import analyse
-from recipes.scaling.causes import wire_time
+from recipes.scaling.causes import bus_bytes
 from recipes.scaling.timings import Timing
 from tests.support.simulated import Training, measured, train
 
@@ -43,7 +43,7 @@ def _with_setup(row: Timing, known: dict) -> Timing:
     row = replace(row, engine="ddp", hardware="CPU, 4 cores", cores=4, **known)
     if not row.communication or not row.link_bandwidth:
         return row
-    alone = wire_time(row.sync_bytes, row.link_bandwidth, WORLD)
+    alone = bus_bytes(row.sync_bytes, WORLD) / row.link_bandwidth
     return replace(row, overlap=max(0.0, 1 - row.communication / alone))
 
 

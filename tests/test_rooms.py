@@ -34,17 +34,17 @@ LAYERS = (
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms.split()}
 MOST_LINES = 800  # of a file, which is one concept
-# The most lines of each room; of `recipes` and `launch`, of the files directly in them. Only
-# lowered, but for legal, run, planner, host, commands, rules, data, jobs, training and launch itself.
+# The most lines of each room; of `recipes` and `launch`, of the files directly in them. Only new
+# behaviour raises a number, and its commit gives the reason.
 BUDGETS = {
     "recipes": 779,
     "recipes/legal": 484,
     "recipes/run": 1846,
     "recipes/rules": 2464,
-    "recipes/planner": 3035,
+    "recipes/planner": 3034,
     "recipes/scaling": 1153,
     "launch": 534,
-    "launch/commands": 1263,
+    "launch/commands": 1262,
     "launch/data": 2085,
     "launch/doctor": 1277,
     "launch/explain": 400,
@@ -137,7 +137,8 @@ def test_no_folder_has_more_lines_than_its_budget():
     sizes: Counter[str] = Counter()
     for path in files().values():
         sizes["/".join(path.relative_to(ROOT).parent.parts[:2])] += lines_of(path)
-    assert not {room: lines for room, lines in sizes.items() if lines > BUDGETS.get(room, 0)}
+    over = {room: (lines, BUDGETS.get(room, 0)) for room, lines in sizes.items() if lines > BUDGETS.get(room, 0)}
+    assert not over, f"take lines away, or raise the number in BUDGETS: {over}"
 
 
 def test_no_module_in_launch_has_the_name_of_an_installed_library():

@@ -163,8 +163,7 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         run, record = _recipe_run(options.name, options.num_processes, options.global_batch_size), {}
         heading, chosen = _heading(run), {}
         for name in ("engine", "micro_batch_cap"):  # two values of a recipe that are not settings of train.py
-            value, reason = run.recipe.settings[name]  # type: ignore[misc] # the same for every run
-            by, _ = run.recipe.stated(name) or (run.recipe, None)
+            by, (value, reason) = run.recipe.stated(name)  # type: ignore[misc] # the same for every run
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
         settings = {name: {**vars(each), "value": shown(name, each.value)} for name, each in run.chosen().items()}
         chosen |= {name: entry for name, entry in settings.items() if name != "recipe"}

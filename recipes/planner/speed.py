@@ -50,8 +50,7 @@ def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
 
     Return (None, "") for one process, for several nodes, and for a GPU not in known_gpus.csv.
     """
-    card = known(gpu.name)
-    if processes == 1 or nodes > 1 or card is None:
+    if processes == 1 or nodes > 1 or (card := known(gpu.name)) is None:
         return None, ""
     for name, speed in _NVLINK.items():
         if card.name.startswith(name):

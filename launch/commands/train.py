@@ -67,7 +67,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tokenize a run's data, and print its folders with numbers of examples and tokens; with --show
+    """Tokenize a run's data, and print its folders with numbers of rows and tokens; with --show
     also examples as the training sees them. Raises `UserError` if the run or its data is unusable.
     """
     StopRequest().listen()
@@ -92,8 +92,8 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
         splits = [split for split in (found.train, found.eval) if split is not None]
         tokens = sum(int(lengths_of(split).sum()) for split in splits)
         size = sum(file.stat().st_size for file in folder.rglob("*.arrow"))
-        examples = plural(sum(map(len, splits)), "example")
-        print(f"{examples}, {tokens:,} tokens in {duration(time.monotonic() - began)}")
+        rows = plural(sum(map(len, splits)), "row")
+        print(f"{rows}, {tokens:,} tokens in {duration(time.monotonic() - began)}")
         print(f"{folder} ({memory_size(size)})")
     if options.show:
         data = load_data(run, tokenizer, known_classes(run, tokenizer))

@@ -71,7 +71,7 @@ def test_train_py_uses_the_tokens_that_recipes_prepare_has_cached(task, tiny_mod
     file.write_text('{"text": "some words", "label": "x"}\n{"text": "others", "label": "y"}\n' * 8)
     flags = [*model_flags(tiny_model, file), "--task", task]
     assert main(["prepare", *flags]) == 0
-    found = re.search(r"([\d,]+) examples, ([\d,]+) tokens in .*s\n(.*) \(", capsys.readouterr().out)
+    found = re.search(r"([\d,]+) rows, ([\d,]+) tokens in .*s\n(.*) \(", capsys.readouterr().out)
     assert found and Path(found[3]).is_dir() and int(found[2].replace(",", "")) > 0
     monkeypatch.setattr(tokens, "_make", None)  # it is not called again
     assert main(["prepare", *flags]) == 0

@@ -38,9 +38,9 @@ MOST_LINES = 800  # of a file, which is one concept
 # behaviour raises a number, and its commit gives the reason.
 BUDGETS = {
     "recipes": 779,
-    "recipes/legal": 484,
+    "recipes/legal": 491,
     "recipes/run": 1846,
-    "recipes/rules": 2464,
+    "recipes/rules": 2478,
     "recipes/planner": 3034,
     "recipes/scaling": 1153,
     "launch": 534,
@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/jobs": 1379,
     "launch/output": 1470,
     "launch/scaling": 886,
-    "launch/training": 2291,
+    "launch/training": 2294,
 }
 
 

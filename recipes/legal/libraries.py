@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import sys
 from textwrap import dedent
 from typing import Any
@@ -110,15 +111,21 @@ def _words(source: str) -> set[str]:
 
 
 def optimizers() -> Json:
-    """Return the optimizers that ignore `optim_args`, and the optimizers of bitsandbytes."""
+    """Return the optimizers that ignore `optim_args`, those that ignore `adam_beta1`, and those of
+    bitsandbytes; and for each other optimizer the keys of `optim_args` that its code may read.
+    """
     from transformers import trainer_optimizer
 
-    handlers = trainer_optimizer._OPTIMIZER_HANDLERS.items()
-    return {
-        "optimizers_without_arguments": [
-            name.value for name, handler in handlers if "optim_args" not in inspect.getsource(handler)
-        ],
-        "bitsandbytes_optimizers": [name.value for name in trainer_optimizer._BITSANDBYTES_OPTIMIZERS],
+    bitsandbytes = [name.value for name in trainer_optimizer._BITSANDBYTES_OPTIMIZERS]
+    sources = {name.value: inspect.getsource(one) for name, one in trainer_optimizer._OPTIMIZER_HANDLERS.items()}
+    reading = [name for name, source in sources.items() if "optim_args" in source]
+    # One function creates all of bitsandbytes' optimizers. It passes RMSprop all keys, without looking at them.
+    reading = [name for name in reading if name not in bitsandbytes or re.search("rmsprop|ademamix", name)]
+    known = {f"optim_args of {name}": _words(sources[name]) for name in reading if "rmsprop_bnb" not in name}
+    return known | {
+        "optimizers_without_arguments": sorted({*sources} - {*reading}),
+        "optimizers_without_adam": [name for name, source in sources.items() if "adam_" not in source],
+        "bitsandbytes_optimizers": bitsandbytes,
     }
 
 

@@ -363,6 +363,9 @@ def _optimizer(args: Any) -> Any:
     from transformers import Trainer
     from transformers.trainer_optimizer import is_optimizer_factory
 
+    if args.optim_target_modules:  # only the real model has modules with these names
+        args = copy.copy(args)
+        args.optim_target_modules = "all-linear"
     model = torch.nn.Linear(1, 1)
     cls, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     if is_optimizer_factory(cls):

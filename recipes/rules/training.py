@@ -138,6 +138,15 @@ def torch_has_kernels_for_the_card(run):
 
 
 @rule
+def optim_args_are_known(run):
+    """transformers silently drops the keys that its code for this optimizer does not read."""
+    known = legal.names(f"optim_args of {run['optim']}")
+    keys = [pair.partition("=")[0].strip() for pair in (run["optim_args"] or "").split(",")]
+    for key in sorted({*keys} - {*known, ""}) if known else ():
+        yield advice("optim_args", f"{key} is ignored by {run['optim']}", nearest(key, known) or f"leave {key} out")
+
+
+@rule
 def warmup_ends_before_the_run(run):
     """With a longer warm-up, the learning rate silently never reaches its full value.
 

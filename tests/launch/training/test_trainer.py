@@ -19,7 +19,7 @@ from recipes.errors import UserError
 from recipes.factories import arguments_for
 from recipes.run import here, resolve
 from recipes.scaling.timings import WARM_UP_STEPS
-from tests.support.running import model_flags
+from tests.support.running import model_flags, train_here
 
 
 @pytest.fixture
@@ -134,6 +134,13 @@ def with_reporter(event, model, data, folder, *flags):
 def test_a_reporter_that_fails_at_the_end_leaves_a_note_and_a_model_to_save(event, tiny_model, texts, tmp_path, capsys):
     trainer = with_reporter(event, tiny_model, texts, tmp_path, "--max_steps", "1")
     assert trainer.train().global_step == 1 and "its report is incomplete: ValueError: 503" in capsys.readouterr().err
+
+
+def test_galore_trains_the_named_modules_and_a_name_that_no_layer_has_is_a_mistake(tiny_model, texts, tmp_path):
+    galore = "--max_steps 1 --optim galore_adamw --optim_target_modules".split()
+    assert train_here(tiny_model, texts, tmp_path / "named", *galore, "q_proj", "k_proj").code == 0
+    outcome = train_here(tiny_model, texts, tmp_path / "unknown", *galore, "query", "key")
+    assert outcome.code == 2 and "optim_target_modules: No target modules found" in outcome.output
 
 
 def test_a_reporter_that_cannot_start_is_reported_also_by_a_resume(real_checkpoint, tiny_model, texts, monkeypatch):

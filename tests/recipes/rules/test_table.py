@@ -100,7 +100,7 @@ CASES |= {
 RANGES = [
     ("global_batch_size per_device_train_batch_size gradient_accumulation_steps", "", "0", "1"),
     ("save_total_limit dataset_num_proc", "", "0", "1"),
-    ("learning_rate weight_decay seed", "", "-1", "0"),
+    ("learning_rate weight_decay seed neftune_noise_alpha", "", "-1", "0"),
     ("eval_steps eval_delay", EVAL, "-1", "0"),
     ("eval_accumulation_steps per_device_eval_batch_size", EVAL, "0", "1"),
     ("early_stopping_patience", f"{EVAL} {BEST}", "0", "1"),
@@ -137,7 +137,8 @@ UNREAD = [
     ("warmup_steps", "5", "--lr_scheduler_type linear", "--lr_scheduler_type constant"),
     ("lr_scheduler_kwargs", '{"num_cycles":2}', "--lr_scheduler_type cosine", "--lr_scheduler_type constant"),
     ("max_grad_norm", "1", "--optim adamw_torch", "--optim lomo --global_batch_size 1"),
-    ("optim_args", "beta1=0.8", SGD, "--optim adamw_torch"),
+    ("optim_args", "beta1=0.8", "--optim ademamix", "--optim lion_8bit"),
+    ("adam_beta1 adam_beta2 adam_epsilon", "0.5", "--optim lion_8bit", "--optim adafactor"),
     ("load_best_model_at_end", "true", f"{EVAL} --save_strategy steps", "--save_strategy no"),
     ("torch_compile_mode", "default", "--torch_compile_backend inductor", "--torch_compile_backend eager"),
     ("dataset_config", "en", "--dataset_name a/b", ""),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+from transformers import Trainer
 
 from recipes.run.hardware import Gpu
 from tests.support import runs
@@ -33,6 +34,7 @@ CASES = {
     "offload_needs_adamw": (
         Run(f"--recipe memory {SGD}", yaml="memory.yaml"),
         Run("--recipe memory --optim adamw_torch_fused", yaml="memory.yaml")),
+    "optim_args_are_known": (Run(f"{SGD} --optim_args momentun=0.9"), Run(f"{SGD} --optim_args momentum=0.9")),
     "warmup_ends_before_the_run": (Run("--warmup_steps 10 --max_steps 10"), Run("--warmup_steps 9 --max_steps 10")),
     "every_evaluation_is_saved": (
         Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 10"), Run(f"{BEST} {EVAL} --eval_steps 5")),
@@ -146,6 +148,19 @@ def test_optimizer_offload_silently_replaces_the_optimizer_by_deepspeed_cpu_adam
         chosen = pytest.importorskip("bitsandbytes").optim.AdamW(weight, lr=0.1, optim_bits=8)
     assert map_pytorch_optim_to_deepspeed(chosen) == "DeepSpeedCPUAdam"
     assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": optim})
+
+
+@pytest.mark.parametrize(
+    ("optim", "unread"),
+    [
+        ("sgd", {"optim_args": "momentun=0.9"}),
+        ("lion_8bit", {"optim_args": "beta1=0.1"}),
+        ("adafactor", {"adam_beta1": 0.5}),
+    ],
+)
+def test_an_optimizer_drops_the_settings_that_its_code_does_not_read(optim, unread, tmp_path):
+    made = [Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=optim, **more)) for more in ({}, unread)]
+    assert made[0] == made[1]
 
 
 def test_a_warmup_longer_than_max_steps_never_reaches_the_learning_rate(tmp_path):

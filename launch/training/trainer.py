@@ -117,7 +117,7 @@ class RecipeTrainer(CommittingTrainer):
                 fix = "log in, correct the environment variables of the service, or leave --report_to out"
                 raise mistake("report_to", f"the reporter cannot start: {one_line(error).rstrip('.')}", fix) from None
             if "No target modules found" in str(error):
-                fix = "use all-linear, parts of linear layers' names (q_proj v_proj), or a pattern of whole names (.*q_proj)"
+                fix = "use all-linear, parts of layers' names (q_proj v_proj), or a pattern of whole names (.*q_proj)"
                 raise mistake("optim_target_modules", one_line(error), fix) from None
             if resume_from_checkpoint is None or self.timing.steps_trained or not isinstance(error, _MISFIT):
                 raise

@@ -119,7 +119,7 @@ def optimizers() -> Json:
     bitsandbytes = [name.value for name in trainer_optimizer._BITSANDBYTES_OPTIMIZERS]
     sources = {name.value: inspect.getsource(one) for name, one in trainer_optimizer._OPTIMIZER_HANDLERS.items()}
     reading = [name for name, source in sources.items() if "optim_args" in source]
-    # One function creates all of bitsandbytes' optimizers. It passes RMSprop all keys, without looking at them.
+    # One function creates all of bitsandbytes' optimizers. RMSprop gets all keys, unread.
     reading = [name for name in reading if name not in bitsandbytes or re.search("rmsprop|ademamix", name)]
     known = {f"optim_args of {name}": _words(sources[name]) for name in reading if "rmsprop_bnb" not in name}
     return known | {

@@ -88,22 +88,19 @@ def _answer(run: RunSpec, sender: Any, printed: int) -> None:
 @contextlib.contextmanager
 def _state_as_before() -> Iterator[None]:
     """Clear the libraries' process-wide state and variables such as RANK. Restore both on exit."""
+    from unittest.mock import patch
+
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations import deepspeed
 
-    kept: list[Any] = [state._shared_state for state in (AcceleratorState, GradientState, PartialState)] + [os.environ]
-    before, weak_reference = [dict(content) for content in kept], deepspeed._hf_deepspeed_config_weak_ref
-    for state in kept[:-1]:
-        state.clear()
-    for name in filter(_OF_RANKS.match, list(os.environ)):
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = weak_reference
-        for content, was in zip(kept, before, strict=True):
-            content.clear()
-            content.update(was)
+    with contextlib.ExitStack() as stack:
+        for state in (AcceleratorState, GradientState, PartialState):
+            stack.enter_context(patch.dict(state._shared_state, clear=True))
+        stack.enter_context(patch.dict(os.environ))
+        for name in filter(_OF_RANKS.match, list(os.environ)):
+            del os.environ[name]
+        with patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", deepspeed._hf_deepspeed_config_weak_ref):
+            yield
 
 
 def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:

@@ -263,11 +263,8 @@ def sixteen_bits_are_trained_by_a_stage(run):
     """Stage 0 (FP16_UnfusedOptimizer) creates the optimizer's state in a step without gradients.
     Adam then counts one step too many: on two CPU ranks losses differ from those of DDP and ZeRO-1.
     """
-    if (
-        run.engine.kind == "deepspeed"
-        and run.engine.zero_stage == 0
-        and (precision := mixed_precision(run)) in ("bf16", "fp16")
-    ):
+    precision = mixed_precision(run)
+    if run.engine.kind == "deepspeed" and run.engine.zero_stage == 0 and precision in ("bf16", "fp16"):
         subject, report = ("zero_optimization.stage", in_json) if run.engine.json else ("zero_stage", in_yaml)
         what = f"stage 0 gives different losses than DDP in {precision}: the optimizer starts one step ahead"
         yield report(run, subject, what, "use stage 1, or an engine without DeepSpeed")

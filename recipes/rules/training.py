@@ -52,10 +52,7 @@ def nested_settings_are_known(run):
 def nested_files_can_be_read(run):
     """Rules cannot judge settings in a missing file, and every rank ends in `FileNotFoundError`."""
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
-        value = run[name]
-        if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
-            continue
-        if what := read_json(value)[1]:
+        if isinstance(run[name], str) and setting_is_read(run, name) and (what := read_json(run[name])[1]):
             yield Problem(name, what, "give a JSON object, or the path of a file with one")
 
 

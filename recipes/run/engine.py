@@ -118,14 +118,13 @@ def from_yaml(path: str | Path) -> Engine:
         raise mistake("--accelerate_config", f"{path} is empty, and accelerate launch refuses an empty file", fix)
     kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false
     dynamo, sizes = _section(raw, "dynamo_config"), _section(raw, "parallelism_config")
-    processes = _number(raw.get("num_processes"))
     backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
     engine = Engine(
         kind=_KINDS.get(kind, kind.lower()),
         source=str(path),
         mixed_precision=str(raw.get("mixed_precision") or "no").lower(),
         dynamo_backend=str(backend).lower(),
-        num_processes=processes if type(processes) is int else None,
+        num_processes=_int(raw.get("num_processes")) or None,
         raw=raw,
         parallelism=sizes_of(sizes, str(path), _SIZE) if sizes else Parallelism(),
     )
@@ -252,11 +251,8 @@ def _section(content: Mapping[str, Any], name: str) -> Json:
     return section if isinstance(section, dict) else {}
 
 
-def _number(value: Any) -> Any:
-    """Return digits as a number, as the launchers read them, and any other value unchanged."""
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-
-
 def _int(value: Any) -> int:
-    number = _number(value)
-    return number if type(number) is int else 0
+    """Return a whole number, also of digits as text, as the launchers read it; 0 for the rest."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    return value if type(value) is int else 0

@@ -158,9 +158,7 @@ def _rotary(config: PreTrainedConfig, case: Case) -> contextlib.AbstractContextM
 def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None) -> Weights:
     """Count the parameters of a model. torch's meta device builds the model without memory."""
     with silence(), torch.device("meta"):
-        with no_init_weights():
-            model = _of_config(config, task)
-        model.tie_weights()
+        model = _of_config(config, task)
         if adapters:
             model = _with_adapters(model, adapters)
     modules, parameters = list(model.modules()), list(model.parameters())
@@ -213,16 +211,16 @@ def _of_config(config: PreTrainedConfig, task: str, **how: Any) -> torch.nn.Modu
     """Build the model of `config`. Use remote code only if the class of `config` is remote code."""
     own = type(config).__module__.startswith("transformers_modules.")
     config = copy.deepcopy(config)  # a model writes its dtype and attention into the configuration
-    model = _auto_class(task).from_config(config, trust_remote_code=own, **how)
+    with no_init_weights():  # some models draw weights again until all are in range: endless on fake tensors
+        model = _auto_class(task).from_config(config, trust_remote_code=own, **how)
+    model.tie_weights()
     freeze_parts_without_text(model)
     return model
 
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     asked = {"attn_implementation": case.attention} if case.attention else {}
-    with no_init_weights():  # some models draw weights again until all are in range: endless on fake tensors
-        model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
-    model.tie_weights()
+    model = _of_config(config, case.task, dtype=getattr(torch, case.dtype), **asked)
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as in launch/training/model.py
     if case.liger:
         fuse_loss(model, case.capability, case.copies)

@@ -391,10 +391,6 @@ def quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, (torch.nn.Linear, Conv1D)) or layer is output or layer is last:
             continue
-        transposed = isinstance(layer, Conv1D)
-        rows, columns = reversed(layer.weight.shape) if transposed else layer.weight.shape
-        packed = Linear4bit(columns, rows, bias=layer.bias is not None, dtype=compute)
-        packed.requires_grad_(False)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, packed)
+        rows, columns = reversed(layer.weight.shape) if isinstance(layer, Conv1D) else layer.weight.shape
+        model.set_submodule(name, Linear4bit(columns, rows, bias=layer.bias is not None, dtype=compute))
     model.requires_grad_(False)

@@ -182,9 +182,12 @@ class Training:
     def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
         """Return the uncertainty of the time lost to a cause, as a share of the step."""
         if key not in AGAINST_A_REFERENCE:
-            return of_median(_values(key, repeats))
+            lost = ((_measured(key, repeat), repeat.step_time) for repeat in repeats)
+            return of_median([seconds / step for seconds, step in lost if seconds is not None and step])
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)
-        return together(*(of_median(_values("computing", rows)) for rows in (own, self._nearest_alone(_share(row)))))
+        both = [map(_computing, rows) for rows in (own, self._nearest_alone(_share(row)))]
+        # The difference of two logarithms is the relative difference of the seconds.
+        return together(*(of_median([log(seconds) for seconds in times if seconds]) for times in both))
 
     def _nearest_alone(self, samples: float | None) -> list[Timing]:
         """Return the rows of one process with the global batch that is nearest to `samples`."""
@@ -215,17 +218,6 @@ class Training:
         if low is None or high is None:
             return None
         return times[low] + (times[high] - times[low]) * (samples - low) / (high - low)
-
-
-def _values(key: str, rows: Sequence[Timing]) -> list[float]:
-    """Return the share of a step that each row loses to a cause; for "computing", log(seconds).
-
-    The difference of two logarithms is the relative difference of the seconds.
-    """
-    if key == "computing":
-        return [log(seconds) for row in rows if (seconds := _computing(row))]
-    found = ((_measured(key, row), row.step_time) for row in rows)
-    return [seconds / step for seconds, step in found if seconds is not None and step]
 
 
 # --- Factors of the computing time ---------------------------------------------------------------

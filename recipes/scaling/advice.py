@@ -18,7 +18,8 @@ from recipes.scaling.timings import Timing, grouped, of_median, together
 # The advised accumulation lowers communication to at most this share of a step.
 _SMALL_COMMUNICATION = 0.10
 _MOST_ACCUMULATION = 64
-_LOG_LESS, _SAVE_LESS = 10, 5  # times less often
+# Cause -> what to do less often, how many times less often, and the settings that say how often.
+_LESS_OFTEN = {"logging": ("log", 10, "logging_steps"), "saving": ("save and evaluate", 5, "save_steps eval_steps")}
 _AS_FAST = 1.02  # a smaller gain is printed as "as fast"
 _CLOSE = 0.05  # a prediction counts as right if it is off by at most this share
 BEFORE = "before"  # marks the runs without a change, with which the change is compared
@@ -72,14 +73,11 @@ def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
         yield _shorter("straggler", "replace the slow process's device", why, row, step, lost)
     elif cause.key == "data":
         yield _faster_data(row, step, lost)
-    elif cause.key in ("logging", "saving"):
-        title, times = f"log {_LOG_LESS} times less often", _LOG_LESS
-        if cause.key == "saving":
-            title, times = f"save and evaluate {_SAVE_LESS} times less often", _SAVE_LESS
-        names = ("logging_steps",) if cause.key == "logging" else ("save_steps", "eval_steps")
-        flags = {name: steps * times for name in names if (steps := getattr(row, name))}
+    elif cause.key in _LESS_OFTEN:
+        words, times, names = _LESS_OFTEN[cause.key]
+        flags = {name: steps * times for name in names.split() if (steps := getattr(row, name))}
         why = f"the cost of {milliseconds(lost)} per step falls to 1/{times}"
-        yield _shorter(cause.key, title, why, row, step, lost * (1 - 1 / times), flags)
+        yield _shorter(cause.key, f"{words} {times} times less often", why, row, step, lost * (1 - 1 / times), flags)
 
 
 def _shorter(

@@ -230,10 +230,9 @@ def workers_by_cores(run) -> Decision:
     if not run.hardware.cuda:
         return 0, "the training itself uses the CPU cores"
     share = run.hardware.cores // run.local_world_size
-    workers = max(1, min(4, share))
-    if workers == 4:
+    if share >= 4:
         return 4, "enough to keep a GPU busy"
-    return workers, f"cores for each process: {share}"
+    return max(1, share), f"cores for each process: {share}"
 
 
 def segments_grow_on_cuda(run) -> Decision:

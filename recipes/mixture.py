@@ -84,8 +84,7 @@ def checked(entries: list[Any]) -> str | list[Any]:
 
 def files_of(name: str | None) -> list[Path]:
     """Return the files that a name or pattern stands for; none for a folder or data on the Hub."""
-    paths = paths_of(name)
-    return [] if paths and paths[0].is_dir() else paths
+    return [path for path in paths_of(name) if not path.is_dir()]
 
 
 def paths_of(name: str | None) -> list[Path]:

@@ -218,7 +218,8 @@ def _unscales_its_weights(run: RunSpec) -> bool:
 
 
 def _compares(run: RunSpec) -> bool:
-    return bool(run["metric_for_best_model"] or run["load_best_model_at_end"])
+    """True if there are evaluations, and a metric to compare them."""
+    return run["eval_strategy"] != "no" and bool(run["metric_for_best_model"] or run["load_best_model_at_end"])
 
 
 def _mode(run: RunSpec) -> str | None:
@@ -317,13 +318,12 @@ _ERRORS = (
               "needs a model saved at each evaluation", "--save_strategy {eval_strategy}",
               "Fails after imports: `--load_best_model_at_end requires the save and eval strategy to match`."),
     error_row("saving_the_best_needs_evaluation", "save_strategy",
-              lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
+              lambda run: run["save_strategy"] == "best" and not _compares(run),
               "'best' needs evaluations, and a metric to compare them",
               lambda run: f"{_evaluations(run)} " * (run["eval_strategy"] == "no") + "--metric_for_best_model loss",
               "Without evaluations the run silently saves nothing; without a metric it ends late in a ValueError."),
     error_row("early_stopping_needs_evaluation", "early_stopping_patience",
-              lambda run: run["early_stopping_patience"] is not None
-              and (run["eval_strategy"] == "no" or not _compares(run)),
+              lambda run: run["early_stopping_patience"] is not None and not _compares(run),
               "needs evaluations, and a metric to compare them",
               lambda run: f"{_evaluations(run)} " * (run["eval_strategy"] == "no") + "--load_best_model_at_end",
               "The start fails: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch` (or a metric)."),

@@ -250,8 +250,7 @@ ROWS = (
               "{optim} fails or is replaced by DeepSpeedCPUAdam under ZeRO's optimizer offload", "--optim adamw_torch",
               "Offload runs DeepSpeedCPUAdam, which silently replaces SGD and 8-bit Adam; other optimizers crash."),
     advice_row("norms_and_biases_do_not_decay", "weight_decay",
-               lambda run: run["weight_decay"] and uses_deepspeed(run) and "optimizer" in (run.engine.json or {})
-               and not run["use_peft"],
+               lambda run: run["weight_decay"] and "optimizer" in (run.engine.json or {}) and not run["use_peft"],
                "also applies to norms and biases, because the DeepSpeed JSON has its own optimizer",
                "remove optimizer from the JSON", "DeepSpeed's optimizer gets all weights in one group."),
     advice_row("every_evaluation_is_saved", "save_steps",

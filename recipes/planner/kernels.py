@@ -338,15 +338,11 @@ class _Loss(torch.autograd.Function):
         losses = torch.empty(tokens, dtype=torch.float32)
         for _ in range(1 + (chunk < tokens)):  # two chunks: in the second, autocast holds a copy of the head
             logits = rows[:chunk] @ weight.t()
-            product = logits @ weight
-            del product
+            torch.matmul(logits, weight)  # a result without a name is freed at once
             if of_weight is not None and capability < (8, 0):
-                product = logits.t() @ rows[:chunk]
-                in_fp32 = product.float()
-                del product, in_fp32
+                torch.matmul(logits.t(), rows[:chunk]).float()
             elif of_weight is not None and rows.dtype != logits.dtype:
-                cast = rows[:chunk].to(logits.dtype)
-                del cast
+                rows[:chunk].to(logits.dtype)
             del logits
         ctx.save_for_backward(*(one for one in (of_rows, of_weight, of_bias) if one is not None))
         ctx.has = of_weight is not None, of_bias is not None

@@ -39,16 +39,15 @@ _STEPS = 1000  # assumed for a training whose length depends on its data
 _OF_RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|PMI_|OMPI_COMM_|MV2_COMM_|MPI_LOCAL")
 
 
-def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
+def probe(run: RunSpec) -> list[Problem]:
     """Return the installed libraries' objections to a run. The import takes seconds.
 
-    `launched` is True if a launcher has started this process (default: `run.place.launched`). The
-    probe then reads the launcher's variables instead of parsing the YAML as the launcher would.
-    Environment variables and the state of accelerate and transformers are restored at the end.
+    In a launched process, the probe reads the launcher's variables instead of parsing the YAML as
+    the launcher would. Variables and the state of accelerate and transformers are restored.
     """
     found: list[Problem] = []
     with silence(), _state_as_before():
-        _construct(run, run.place.launched if launched is None else launched, found)
+        _construct(run, found)
     return found
 
 
@@ -103,7 +102,7 @@ def _state_as_before() -> Iterator[None]:
             yield
 
 
-def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
+def _construct(run: RunSpec, found: list[Problem]) -> None:
     """Construct the libraries' objects for the run. Add each refusal to `found`."""
 
     @contextlib.contextmanager
@@ -121,7 +120,7 @@ def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
     elif run["fsdp"] and run["fsdp_config"]:
         own = run["fsdp_config"]
         of_engine = (own if isinstance(own, str) else "--fsdp_config", mapping(own))
-    if yaml.raw and Path(yaml.source).is_file() and not launched and not run.place.own_script:
+    if yaml.raw and Path(yaml.source).is_file() and not run.place.launched and not run.place.own_script:
         with attempt(yaml.source, yaml.raw):
             os.environ.update(_launch(run))
         if found:
@@ -294,9 +293,8 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
         line = re.sub(r"warmup_steps=\d+$", f"warmup_steps={args.warmup_steps:g}", line)  # as written, such as 0.1
         left_out = written.config and written.get_value(path) is None
         what = f"{'is left out, and its default ' * bool(left_out)}contradicts the arguments: {line}"
-        fix, source = f'"{name}": "auto"' + f" in {section}" * bool(section), run.engine.json_source
-        if not written.config:
-            source = run.engine.source
+        fix = f'"{name}": "auto"' + f" in {section}" * bool(section)
+        source = run.engine.json_source if written.config else run.engine.source
         if not written.config and name == "enabled":  # for fp8, accelerate writes bf16, which Trainer compares
             path, what = "mixed_precision", f"{args.mixed_precision} is not the type that the arguments ask for: {line}"
             fix = "use bf16 or fp16, the same in the YAML and in the arguments"

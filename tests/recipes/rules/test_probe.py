@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from dataclasses import replace
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -214,7 +215,7 @@ def test_the_library_probe_accepts_a_package_missing_here_if_the_run_trains_on_a
 
 def test_the_library_probe_of_a_launched_process_does_not_check_the_accelerate_yaml_again(tmp_path, monkeypatch):
     run = Run(yaml=yaml("MULTI_GPU", "gpu_ids: '0'")).resolve(tmp_path, monkeypatch)
-    assert probe(run) and probe(run, launched=True) == []
+    assert probe(run) and probe(replace(run, place=replace(run.place, launched=True))) == []
 
 
 # --- What stays behind ----------------------------------------------------------------------------

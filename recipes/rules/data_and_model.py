@@ -328,10 +328,9 @@ def _flash_version(name: str) -> int:
 def attention_fits_the_model(run):
     """FlashAttention 2 and 3 fail in step 1 if heads exceed 256 dimensions, as in Gemma 4."""
     name, text = run["attn_implementation"] or "", text_config(known_config(run))
-    flash = _flash_version(name)
     layers = map(mapping, [text, *mapping(text.get("per_layer_config")).values()])
     heads = max((layer[key] for layer in layers for key in _HEADS if isinstance(layer.get(key), int)), default=0)
-    if flash in (2, 3) and heads > 256:
+    if _flash_version(name) in (2, 3) and heads > 256:
         what = f"{name} needs head dimensions up to 256, and the model has {heads}"
         yield Problem("attn_implementation", what, _LEAVE_OUT)
 

@@ -69,9 +69,8 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     positions = next((text[name] for name in _POSITIONS if name in text), None)
     if not isinstance(positions, int) or positions <= 0:  # DeBERTa has -1
         return None
-    if str(text.get("model_type")) not in OFFSET_POSITIONS:
-        return positions
-    if (text.get("position_embedding_type") or "absolute") != "absolute":
+    is_absolute = (text.get("position_embedding_type") or "absolute") == "absolute"
+    if not is_absolute or str(text.get("model_type")) not in OFFSET_POSITIONS:
         return positions
     padding = text.get("pad_token_id")
     return positions - (padding if isinstance(padding, int) else 0) - 1

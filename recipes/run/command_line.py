@@ -177,8 +177,7 @@ def coerce(value: object, known: legal.Field) -> Any:
     if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
     if isinstance(value, dict):  # YAML reads only `1.0e-6` as a number, and `1e-6` as text
-        is_number = {key: isinstance(entry, str) and re.fullmatch(_EXPONENT, entry) for key, entry in value.items()}
-        value = {key: float(entry) if is_number[key] else entry for key, entry in value.items()}
+        value = {key: float(entry) if re.fullmatch(_EXPONENT, str(entry)) else entry for key, entry in value.items()}
     fits = type(value).__name__ in types or (type(value) is int and "float" in types)
     if not fits and not (value is None and "None" in types):
         raise ValueError(f"needs {_names(types)}, got {'nothing' if value is None else repr(value)}")

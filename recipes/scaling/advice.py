@@ -67,23 +67,22 @@ def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
         yield from _communication(row, step, lost)
     elif cause.key == "contention":
         why = "`recipes doctor` shows cores, free memory and users of the GPUs; fewer processes per node also help"
-        yield _shorter("uncontended", "give each process cores of its own", why, row, step, lost)
+        yield _shorter("uncontended", "give each process cores of its own", why, row, lost)
     elif cause.key == "straggler":
         why = "all processes wait for the slowest process: exclude or repair the node of that process"
-        yield _shorter("straggler", "replace the slow process's device", why, row, step, lost)
+        yield _shorter("straggler", "replace the slow process's device", why, row, lost)
     elif cause.key == "data":
         yield _faster_data(row, step, lost)
     elif cause.key in _LESS_OFTEN:
         words, times, names = _LESS_OFTEN[cause.key]
         flags = {name: steps * times for name in names.split() if (steps := getattr(row, name))}
         why = f"the cost of {milliseconds(lost)} per step falls to 1/{times}"
-        yield _shorter(cause.key, f"{words} {times} times less often", why, row, step, lost * (1 - 1 / times), flags)
+        yield _shorter(cause.key, f"{words} {times} times less often", why, row, lost * (1 - 1 / times), flags)
 
 
-def _shorter(
-    key: str, title: str, why: str, row: Timing, step: float, less: float, flags: Settings | None = None
-) -> Advice:
-    """Return a change that saves `less` seconds of a step that takes `step` seconds."""
+def _shorter(key: str, title: str, why: str, row: Timing, less: float, flags: Settings | None = None) -> Advice:
+    """Return a change that saves `less` seconds of a step."""
+    step = row.step_time or 0.0  # never 0: without a step time, `advise` looks for no change
     return Advice(key, title, why, step / max(step - less, step * 1e-3), row.num_processes, flags or {})
 
 
@@ -91,15 +90,13 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     if row.syncs and row.syncs > 1:
         flags = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}'}
         why = f"a step synchronises gradients {row.syncs:.0f} times; once is enough, in the last backward pass"
-        yield _shorter(
-            "sync_once", "exchange gradients once a step", why, row, step, waits * (1 - 1 / row.syncs), flags
-        )
+        yield _shorter("sync_once", "exchange gradients once a step", why, row, waits * (1 - 1 / row.syncs), flags)
     whole = waits if row.overlap is None else waits / (1 - min(row.overlap, 0.9))  # with the hidden part
     if row.sync_bytes and _volume_bound(row, waits) and "ddp_comm_hook" not in row.command:
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
         why = f"{hook} halves the {megabytes(row.sync_bytes)} that a step sends; the limit is bandwidth, not latency"
         title, less = f"compress gradients to {hook} on the wire", waits - max(0.0, waits - whole / 2)
-        yield _shorter("compression", title, why, row, step, less, {"ddp_comm_hook": hook})
+        yield _shorter("compression", title, why, row, less, {"ddp_comm_hook": hook})
     yield from _accumulation(row, step, waits)
 
 
@@ -150,7 +147,7 @@ def _faster_data(row: Timing, step: float, waits: float) -> Advice:
     workers, cores = row.workers or 0, row.cores
     if cores is not None and workers >= cores:
         why = f"loading does not keep up with the training (workers: {workers}, cores of the process: {cores})"
-        return _shorter("preprocess", "preprocess the data before training", why, row, step, waits)
+        return _shorter("preprocess", "preprocess the data before training", why, row, waits)
     more = min(max(2 * workers, 2), cores or 2 * workers or 2)
     # Workers that do not keep up are always busy: with n workers, each needs the time of n steps to
     # load the data of one step.
@@ -158,7 +155,7 @@ def _faster_data(row: Timing, step: float, waits: float) -> Advice:
     left = max(0.0, loads / more - (step - waits))
     why = f"loading takes {milliseconds(loads)} per step, and workers load while the step computes"
     title = f"{more} worker{'s' * (more > 1)} to load the data"
-    return _shorter("workers", title, why, row, step, waits - left, {"dataloader_num_workers": more})
+    return _shorter("workers", title, why, row, waits - left, {"dataloader_num_workers": more})
 
 
 def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
@@ -168,7 +165,7 @@ def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
         flags = {"per_device_train_batch_size": 2 * micro, "gradient_accumulation_steps": passes // 2}
         why = f"each pass has a fixed cost of {milliseconds(overhead)}, and a step has {passes} passes; "
         why += "`recipes fit` finds the largest micro-batch that fits into memory"
-        yield _shorter("micro_batch", "twice the micro-batch", why, row, step, passes / 2 * overhead, flags)
+        yield _shorter("micro_batch", "twice the micro-batch", why, row, passes / 2 * overhead, flags)
 
 
 def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:

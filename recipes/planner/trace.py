@@ -236,8 +236,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
         def contexts() -> tuple[contextlib.AbstractContextManager, ...]:
             return contextlib.nullcontext(), Operations(case.on_cuda, case.capability)
 
-        again = {"use_reentrant": False, "context_fn": contexts}
-        model.gradient_checkpointing_enable(again)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     if case.autocast:
         for layer in model.modules():
             if case.adapters and case.adapters.four_bits and hasattr(layer, "cast_input_dtype_enabled"):

@@ -16,7 +16,7 @@ RULE_MODULES = (training, engine, data_and_model)
 RULES: list[Rule] = [
     *table.ROWS,
     *(item for module in RULE_MODULES for item in vars(module).values() if isinstance(item, Rule)),
-    *(row for module in RULE_MODULES for row in getattr(module, "ROWS", ())),
+    *(row for module in RULE_MODULES for row in module.ROWS),
 ]
 
 

@@ -298,7 +298,7 @@ def freeze_parts_without_text(model: Any) -> list[str]:
     return [rf"{model.base_model_prefix}\.{name}\..*" for name in parts]
 
 
-def what_peft_accepts(message: str, dora: bool = False) -> str:
+def what_peft_accepts(message: str, dora: bool) -> str:
     """Return the fix for peft's error `message` about a model. `dora`: the run uses DoRA."""
     fix = "name other modules of the model with --lora_target_modules"
     if "DoRA" in message or (dora and "ParamWrapper" in message):  # peft has neither dropout nor DoRA for experts

@@ -80,9 +80,9 @@ def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "er
     return Problem(subject, what, fix, run.engine.source, severity)
 
 
-def in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
-    """Return a problem about the DeepSpeed JSON's key `subject`, such as `scheduler.params`."""
-    return Problem(subject, what, fix, run.engine.json_source, severity)
+def in_json(run: RunSpec, subject: str, what: str, fix: str) -> Problem:
+    """Return an error about the DeepSpeed JSON's key `subject`, such as `scheduler.params`."""
+    return Problem(subject, what, fix, run.engine.json_source)
 
 
 def installed(package: str) -> bool:

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -204,11 +205,9 @@ def _from_text(text: str, types: frozenset[str]) -> object:
     if "bool" in types and lowered in (*_TRUE, *_FALSE) and not ("str" in types and lowered == "no"):
         return lowered in _TRUE
     for name, convert in (("int", int), ("float", float)):
-        try:
-            if name in types:
+        if name in types:
+            with suppress(ValueError):
                 return convert(text)
-        except ValueError:
-            pass
     if "dict" in types and text.lstrip().startswith("{"):
         try:
             return json.loads(text)

@@ -99,8 +99,7 @@ class RunSpec(Mapping):
         """Return the arguments for TrainingArguments under the names of the installed version."""
         fields = legal.trainer_fields()
         newest = {old: new for new, old in legal.ALIASES.items() if new in fields}
-        chosen = {name: setting.value for name, setting in self.chosen().items() if name in fields}
-        return {newest.get(name, name): value for name, value in chosen.items()}
+        return {newest.get(name, name): setting.value for name, setting in self.chosen().items() if name in fields}
 
     def with_source(self, problem: Problem) -> Problem:
         """Add a setting's source to a problem about it, unless the problem already has a source."""

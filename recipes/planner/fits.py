@@ -34,6 +34,7 @@ from recipes.planner.memory import (
 from recipes.planner.speed import StepTime, step_time
 from recipes.rules.data_and_model import fuses_the_loss, what_peft_accepts
 from recipes.rules.facts import mapping
+from recipes.rules.local_model import max_positions
 from recipes.rules.table import compiles
 from recipes.run import RunSpec
 from recipes.run.fitted import asks_for_a_micro_batch
@@ -94,8 +95,7 @@ class Estimator:
 
     def length(self, run: RunSpec) -> int:
         """Return the tokens per sequence: the run's `max_length`, at most the model's positions."""
-        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
+        return min(run["max_length"], max_positions(self.config.to_dict()) or run["max_length"])
 
     def _evaluation(self, run: RunSpec) -> Traced | None:
         """Return the trace of one evaluation batch, or None if the run has no evaluations.

@@ -7,11 +7,12 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from recipes.planner.fits import Estimator
 from recipes.planner.memory import LOADING, NEVER, REDUCE_BUCKET, UPDATE, Adapters, Memory, Traced, Weights
 from recipes.planner.trace import weigh
+from recipes.run import resolve
 from recipes.run.engine import Engine
 from recipes.run.files import shipped
 from tests.recipes.planner.small import CPU, SHAPE, SMALL, run_of
@@ -68,6 +69,11 @@ def test_loading_unsharded_4_bit_weights_sets_the_planned_peak_with_zero_3_and_f
 
 
 # --- DeepSpeed ------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_roberta_counts_only_the_positions_that_the_model_uses():
+    config = AutoConfig.for_model("roberta", max_position_embeddings=514)
+    assert Estimator(config).length(resolve(settings={"max_length": 1024})) == 512
 
 
 def test_planned_zero_3_parameter_memory_is_one_whole_mixture_of_experts_layer():

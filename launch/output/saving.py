@@ -25,16 +25,15 @@ class CommittingTrainer(Trainer):
     """Trainer that flushes and hashes a checkpoint's files in a thread during the next steps.
 
     When the manifest is written, the checkpoint may be pushed to the Hub, and older checkpoints are
-    deleted. A kill before then loses only the new checkpoint. The manifest records the title of the
-    `engine` and the `identity` of the run.
+    deleted. A kill before then loses only the new checkpoint. The manifest records the run's
+    engine and `identity`.
     """
 
     _saving: Future | None = None  # the thread's work on the last checkpoint
 
-    def __init__(self, *args, run: Any = None, engine: str = "", identity: Json | None = None, **kwargs) -> None:
+    def __init__(self, *args, run: Any = None, identity: Json | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.run = run  # a RunSpec, for the model card
-        self.engine = engine
+        self.run = run  # a RunSpec, for checkpoints and the model card
         self.identity = identity
         # Trainer would delete older checkpoints before the new one is complete. With a limit of 1,
         # Trainer would keep only the best checkpoint at the end, and that one may be damaged.
@@ -96,7 +95,7 @@ class CommittingTrainer(Trainer):
         if self.args.should_save:
             if checkpoints.manifest_of(folder).get("run") != self.identity:
                 remove([folder])  # another run's files would become part of the new checkpoint
-            checkpoints.begin(folder, step, self.engine, self.args.world_size, self.identity)
+            checkpoints.begin(folder, step, self.run.engine.title, self.args.world_size, self.identity)
         self.accelerator.wait_for_everyone()  # so that no rank writes before an old folder is removed
         super()._save_checkpoint(model, trial)
         names = self._names_on_all_nodes(folder)

@@ -486,7 +486,6 @@ def build_trainer(
         callbacks=[StopOnNotANumber(), Progress(run, out)],
         run=run,
         any_world=any_world,
-        engine=run.engine.title,
         identity=identity,
     )
     if run["early_stopping_patience"]:

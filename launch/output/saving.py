@@ -12,7 +12,6 @@ from transformers import Trainer
 
 from launch.host.files import share
 from launch.output import checkpoints
-from launch.output.checkpoints import remove
 from recipes.mixture import title
 from recipes.run import Json, recorded
 
@@ -30,6 +29,7 @@ class CommittingTrainer(Trainer):
     """
 
     _saving: Future | None = None  # the thread's work on the last checkpoint
+    _checkpoint: str | None = None  # the checkpoint that was saved or read last
 
     def __init__(self, *args, run: Any = None, identity: Json | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -94,7 +94,7 @@ class CommittingTrainer(Trainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
             if checkpoints.manifest_of(folder).get("run") != self.identity:
-                remove([folder])  # another run's files would become part of the new checkpoint
+                checkpoints.remove([folder])  # another run's files would become part of the new checkpoint
             checkpoints.begin(folder, step, self.run.engine.title, self.args.world_size, self.identity)
         self.accelerator.wait_for_everyone()  # so that no rank writes before an old folder is removed
         super()._save_checkpoint(model, trial)
@@ -107,6 +107,7 @@ class CommittingTrainer(Trainer):
             self.finish_saving()  # so that a reporter's callback and the push below upload a complete checkpoint
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(folder))
+        self._checkpoint = str(folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: `_save_checkpoint` pushes complete checkpoints."""

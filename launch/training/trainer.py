@@ -68,7 +68,6 @@ class RecipeTrainer(CommittingTrainer):
     loaded_step: int | None = None  # the step of the best model if it was loaded at the end
     _evaluated: list[float] | None = None  # in an evaluation: the sum of item losses, and the number of items
     _items: Any = None  # the number of items in the last step or evaluation batch
-    _checkpoint: str | None = None  # the checkpoint that was saved or read last
     _owed: bool = False  # True if a stop cut short the evaluation of the checkpoint
     _last_round: int = -1  # examples_in_last_round of the current epoch
     _places: Places | None = None  # for a stream only
@@ -310,10 +309,6 @@ class RecipeTrainer(CommittingTrainer):
         return self.evaluations.get(self.model_step) or self.evaluate()
 
     # --- Checkpoints and the model at the end ----------------------------------------------------
-
-    def _save_checkpoint(self, model, trial) -> None:
-        super()._save_checkpoint(model, trial)
-        self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as Trainer does, but gather the final model, even if checkpoints are sharded."""

@@ -202,7 +202,7 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
     """
     state, timing = trainer.state, trainer.timing
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    steps = timing.steps_trained
+    steps, cuda = timing.steps_trained, torch.cuda.is_available()
     # The count leaves the device only here. Processes that share examples count the same tokens.
     tokens = torch.as_tensor(trainer.tokens_seen, device=trainer.args.device).reshape(1)
     tokens_per_step = int(trainer.accelerator.gather(tokens).sum()) / run.engine.parallelism.sharing / max(1, steps)
@@ -219,7 +219,8 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         "step_time": timing.step_time,
         "step_time_off": timing.step_time_off,
         "exchanges_per_step": exchanges(run, run.batch.accumulation),
-        **peak_memory(),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else memory.peak(cuda=False),
+        "peak_memory_of": "allocated on the first GPU" if cuda else "of RAM in the first process",
         "log_history": state.log_history,
     }
     if steps < state.global_step:  # Trainer adds only losses since the resume; transformers 5.17 divides by all steps
@@ -251,10 +252,3 @@ def utilisation(run: RunSpec, trainer: RecipeTrainer, tokens_per_second: float) 
         parameters -= parameter_count(model.get_input_embeddings())  # a lookup costs no FLOPs
     length = getattr(trainer.train_dataset, "attended", run["max_length"])
     return tokens_per_second * model_flops(parameters, model.config, length) / (peak * run.world_size)
-
-
-def peak_memory() -> Json:
-    """Return this process's peak memory for run.json: allocated on its GPU, or resident in RAM."""
-    if torch.cuda.is_available():
-        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "allocated on the first GPU"}
-    return {"peak_memory_bytes": memory.peak(cuda=False), "peak_memory_of": "of RAM in the first process"}

@@ -76,8 +76,8 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
     if own == IDS and not is_text:
         return _token_ids(row, len(tokenizer))
     if own == ALPACA:
-        row = _completion_of_alpaca(row, tokenizer.chat_template)
-    completes, only = own in (COMPLETIONS, ALPACA), run["completion_only_loss"]
+        row, own = _completion_of_alpaca(row, tokenizer.chat_template), COMPLETIONS
+    completes, only = own == COMPLETIONS, run["completion_only_loss"]
     if not is_text and (own in CHATS or any(isinstance(row[name], list) for name in COMPLETIONS)):
         if only and not completes and not run["assistant_only_loss"]:
             fix = "use data with both columns; for chats, --assistant_only_loss instead"
@@ -86,8 +86,7 @@ def _read(row: Mapping[str, Any], own: Format, run: Settings, tokenizer) -> Text
             what = f"the row is a chat, and the tokenizer of {run['model_name_or_path']} has no chat template"
             fix = "use a chat model (names often end in -Instruct), or a copy of this model with a chat_template.jinja"
             raise mistake("model_name_or_path", what, fix)
-        column = "completion" if completes else own[0]
-        return read_chat(row, column, tokenizer, run["assistant_only_loss"], completes and only is not False)
+        return read_chat(row, own[-1], tokenizer, run["assistant_only_loss"], completes and only is not False)
     for flag, needed in LEARNED_ONLY.items():
         if run[flag] and not (completes and flag.startswith("completion")):
             raise mistake(flag, f"the row has no {needed}", f"use data with {needed}, or --{flag} false")

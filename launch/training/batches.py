@@ -101,7 +101,6 @@ class Places:
         return batch
 
     def save(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / stream_file(rank), json.dumps(vars(self)).encode())
 
     def loader(

@@ -224,8 +224,8 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        whats = (problem.what if name in problem.what else f"{name}: {problem.what}" for problem in error.problems)
-        raise UserError(*map(lambda one, what: replace(one, what=what), error.problems, whats)) from None
+        named = (one if name in one.what else replace(one, what=f"{name}: {one.what}") for one in error.problems)
+        raise UserError(*named) from None
 
 
 def cache_folder() -> Path:

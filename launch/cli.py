@@ -5,7 +5,6 @@ argparse's `commands`. This parser sets `run`, the function that carries out the
 the parsed options and train.py's flags, which follow `--` or are unknown to the parser.
 """
 
-import argparse
 import os
 import sys
 from difflib import get_close_matches
@@ -94,7 +93,7 @@ def _main(argv: list[str]) -> int:
     if name in ("-h", "--help", "--version"):
         print(f"accelerate-recipes {__version__}" if name == "--version" else _help())
         return 0
-    command, options = COMMANDS.get(name), argparse.Namespace()
+    command = COMMANDS.get(name)
     try:
         if command is None:
             raise _no_command(name)

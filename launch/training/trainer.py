@@ -272,10 +272,9 @@ class RecipeTrainer(CommittingTrainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self._evaluated is not None and loss is not None and self._items is not None:
+        if self._evaluated is not None and loss is not None and self._items:  # 0: examples that only fill up a batch
             items = int(self._items)
-            if items:  # 0 if all examples of this rank only fill up the last batch
-                self._evaluated = [self._evaluated[0] + loss.double().item() * items, self._evaluated[1] + items]
+            self._evaluated = [self._evaluated[0] + loss.double().item() * items, self._evaluated[1] + items]
         # BART and T5 also return hidden states, which Trainer would keep until the evaluation ends.
         return loss, logits[0] if isinstance(logits, tuple) else logits, labels
 

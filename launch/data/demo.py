@@ -3,7 +3,7 @@
 import sysconfig
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from recipes.catalog import DEMONSTRATION_MODEL
@@ -38,9 +38,7 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
     bytes_only = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_only.decoder = decoders.ByteLevel()
-    bytes_only.add_special_tokens(
-        [AddedToken(token, special=True) for token in (END_OF_TEXT, PADDING, TURN_START, TURN_END)]
-    )
+    bytes_only.add_special_tokens([END_OF_TEXT, PADDING, TURN_START, TURN_END])
     return PreTrainedTokenizerFast(
         tokenizer_object=bytes_only,
         eos_token=END_OF_TEXT,
@@ -59,7 +57,6 @@ def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         intermediate_size=384,
         num_hidden_layers=3,
         num_attention_heads=4,
-        num_key_value_heads=4,
         max_position_embeddings=DEMONSTRATION_MODEL["max_position_embeddings"],
         # The usual 0.02 suits wide models. With 0.02, this narrow model learns half as fast.
         initializer_range=0.06,

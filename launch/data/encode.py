@@ -134,7 +134,7 @@ def _encode_texts(texts: Sequence[Text], run: Settings, tokenizer) -> list[Token
     for text, prompt, completion in zip(texts, tokenize(prompts), completions, strict=True):
         before = prompt[:-1] if prompt[-1:] == end else prompt  # some tokenizers append EOS to every text
         before = before[1:] if before[:2] == begin * 2 else before  # BOS twice: the text has its own BOS
-        after = completion if completion and completion[-1:] == end else [*completion, *end]
+        after = completion if completion[-1:] == end else [*completion, *end]
         ids = [*before, *after]
         found.append((ids, ids if text.learns_prompt else [IGNORED] * len(before) + after))
     return found

@@ -74,8 +74,8 @@ def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> 
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
         _require_valid_generation_config(run, model)
-    if tokenizer.chat_template and model.can_generate():
-        _stop_after_answers(model, tokenizer)
+        if tokenizer.chat_template:
+            _stop_after_answers(model, tokenizer)
     require_batches_for_batch_norm(run, model)
     freeze_parts_without_text(model)
     return with_adapters(run, model, new) if run["use_peft"] else model

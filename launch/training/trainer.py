@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin, gather_object
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.lr_scheduler import LambdaLR
@@ -435,7 +435,7 @@ def require_hub(run: Settings) -> None:
     try:
         name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id
         api.auth_check(name, write=True)
-    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+    except (HTTPError, OSError) as error:
         fix = "run `hf auth login` with a write token, or set --hub_model_id to your repository"
         fix += "; or leave out --push_to_hub, and run `hf upload` after the training"
         raise mistake("push_to_hub", one_line(error), fix) from None

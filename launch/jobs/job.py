@@ -129,13 +129,8 @@ def preflight_command(job: Job, python: str, meeting: Sequence[str] = ()) -> lis
     if not job.preflight:
         return []
     # `python launch` runs the folder as a script: this package need not be installed on the nodes.
-    argv = [*quoted([python, str(SCRIPT.parent)]), "doctor"]
-    return [*argv, "--nodes", str(job.nodes), "--num_processes", str(job.run.world_size), *meeting, "&&"]
-
-
-def quoted(words: Sequence[str]) -> list[str]:
-    """Quote each word, so that bash does not change it."""
-    return [shlex.quote(word) for word in words]
+    doctor = shlex.join([python, str(SCRIPT.parent), "doctor"])
+    return [doctor, "--nodes", str(job.nodes), "--num_processes", str(job.run.world_size), *meeting, "&&"]
 
 
 def flag_lines(words: Sequence[str], quote: Callable[[str], str] = shlex.quote) -> list[str]:

@@ -14,17 +14,7 @@ from launch.host.files import writing
 from launch.host.processes import start
 from launch.host.secrets import without_secrets
 from launch.host.signals import EXIT_CODE, PASSED_ON
-from launch.jobs.job import (
-    Job,
-    Target,
-    arguments,
-    checked_job,
-    follow,
-    launch_words,
-    one_of,
-    preflight_command,
-    quoted,
-)
+from launch.jobs.job import Job, Target, arguments, checked_job, follow, launch_words, one_of, preflight_command
 from launch.output import record
 from launch.output.submission import LOCAL_LOG, Submission, note
 from launch.training.failure import next_flags
@@ -57,7 +47,7 @@ class Local(Target):
         retry = "\n# --on_oom next: if memory runs out, `recipes submit` retries with flags that need less"
         title = f"# {job.title}, on {job.run.hardware}{retry if self.on_oom == 'next' else ''}"
         lines = ["#!/usr/bin/env bash", title, "set -uo pipefail"]
-        start = [*preflight_command(job, sys.executable), "exec", *quoted(launch_words(job)), '"${command[@]}"']
+        start = [*preflight_command(job, sys.executable), "exec", join(launch_words(job)), '"${command[@]}"']
         return "\n".join([*lines, "", *arguments(job), "", " ".join(start)]) + "\n"
 
     def send(self, text: str, job: Job) -> int:

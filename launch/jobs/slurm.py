@@ -10,16 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.flags import whole
-from launch.jobs.job import (
-    ASSUMED_GPU,
-    SCRIPT,
-    Job,
-    Target,
-    arguments,
-    launch_words,
-    preflight_command,
-    quoted,
-)
+from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Target, arguments, launch_words, preflight_command
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
 from recipes.errors import Problem, mistake
@@ -179,7 +170,7 @@ class Slurm(Target):
         lines = [f"#SBATCH --{key}={text}" for key, text in texts.items()]
         lines.append(f"#SBATCH --{'requeue' if self.max_restarts else 'no-requeue'}")
         # `set -u` comes later, because modules and environments read variables that may not be set.
-        environment = f"module load {' '.join(quoted(self.module))} || exit 1\n" if self.module else ""
+        environment = f"module load {shlex.join(self.module)} || exit 1\n" if self.module else ""
         if self.venv and not self.container_image:
             environment += f"source {shlex.quote(str(expanded(self.venv) / 'bin' / 'activate'))} || exit 1\n"
         # Since Slurm 22.05, srun does not inherit --cpus-per-task.
@@ -204,7 +195,7 @@ class Slurm(Target):
         """Return the command of each node. It calls our launcher, because Accelerate's own dies of
         SIGUSR1 (of SIGTERM too with one process), and Slurm then kills ranks before a save.
         """
-        launcher, meeting = quoted(launch_words(job, self.python)), []
+        launcher, meeting = [shlex.join(launch_words(job, self.python))], []
         if job.nodes > 1:
             where = '--machine_rank "$SLURM_NODEID" --main_process_ip "$MASTER_ADDR" --main_process_port'
             launcher += [f'{where} "$MASTER_PORT" --rdzv_backend static --same_network']
@@ -225,7 +216,7 @@ class Slurm(Target):
         more = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in self.container_mounts)
         runner = _filled(_APPTAINER if image.endswith(".sif") else _PYXIS, image=shlex.quote(image))
         binds = f"binds+={shlex.quote(more)}\n" if more else ""
-        return _filled(_CONTAINER, folders=" ".join(quoted(mounted(job))), more=binds, runner=runner)
+        return _filled(_CONTAINER, folders=shlex.join(mounted(job)), more=binds, runner=runner)
 
     def send(self, text: str, job: Job) -> int:
         """Give the script to sbatch. Raises `UserError` with Slurm's message if sbatch refuses."""

@@ -44,10 +44,9 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         raise mistake("config", f"cannot be given: a rerun reads {file}", "leave out --config")
     output_dir = _output_dir(record, file, typed)
     processes = options.num_processes or record.get("world_size") or 1
-    recipe = typed.get("recipe")  # a job receives the recipe separately
-    changed = {"config": file, **_commit(record, typed), "output_dir": output_dir, "recipe": None}
-    words, yaml = with_flags(argv, changed), options.accelerate_config or _yaml(record, processes)
-    run = resolve(["--recipe", recipe, *words] if recipe else words, here(processes, accelerate_config=yaml))
+    words = with_flags(argv, {"config": file, **_commit(record, typed), "output_dir": output_dir})
+    yaml = options.accelerate_config or _yaml(record, processes)
+    run = resolve(words, here(processes, accelerate_config=yaml))
 
     here_now = recorded.plain(started(run, run.world_size, yaml=yaml))
     if record.get("engine") != run.engine.title:
@@ -72,7 +71,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         fix = f"{undo}leave out --exact if the rerun need not be equal bit for bit"
         raise UserError(*run.problems, *(Problem("exact", what, fix) for what in refusals))
     here_too = {"accelerate_config": yaml, "processes_per_node": processes, "dry_run": options.dry_run}
-    return submit(Local(), words, recipe=recipe, **here_too)
+    return submit(Local(), words, **here_too)
 
 
 def _output_dir(record: Json, file: Path, typed: Settings) -> str:

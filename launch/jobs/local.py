@@ -60,8 +60,8 @@ class Local(Target):
             if attempt is None or attempt in tried:
                 break
             tried.append(attempt)
-            _, recipe, *argv = job.argv
-            job = checked_job(recipe, with_flags(argv, attempt), job.run.place, job.config, preflight=job.preflight)
+            argv = with_flags(job.argv, attempt)
+            job = checked_job(None, argv, job.run.place, job.config, preflight=job.preflight)
             print(f"\nout of memory: retrying with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
             code = run_script(without_secrets(self.render(job)), job)
         return code

@@ -20,7 +20,7 @@ from recipes.mixture import title
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.rules.facts import mixed_precision
-from recipes.run import RunSpec, fingerprints, here, recorded, resolve
+from recipes.run import Json, RunSpec, fingerprints, here, recorded, resolve
 from recipes.run.command_line import parse
 from recipes.run.engine import from_yaml
 from recipes.run.files import shipped
@@ -83,8 +83,8 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
         split = typed.get("dataset_test_split", "train")
         other = {"dataset_train_split": split, "dataset_test_split": split}
         other["dataset_config"] = typed.get("dataset_config")
-    run = _run_of(folder, argv, {**_OFF, **other, "output_dir": scratch}, "train.py")
-    record, name = recorded.read(_record_of(folder), "FOLDER"), title(run["dataset_name"]) or "the standard library"
+    run, record = _run_of(folder, argv, {**_OFF, **other, "output_dir": scratch}, "train.py")
+    name = title(run["dataset_name"]) or "the standard library"
     if not run["dataset_test_split"] and record["settings"]["eval_strategy"]["value"] == "no":
         what = "the run has no held-out data to evaluate on"
         raise mistake("dataset_name", what, "add --dataset_name FILE_OR_ID: other data with the same columns")
@@ -112,7 +112,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
 def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Print an answer while it is generated. Raises `UserError` if the model is a classifier."""
     folder = Path(options.folder)
-    run = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
+    run, record = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
     if run["task"] != "causal_lm":
         fix = f"recipes evaluate {folder}; or transformers.pipeline('text-classification', '{folder}') to classify text"
         raise mistake("FOLDER", f"{folder} holds a classifier, which generates no text", fix)
@@ -126,7 +126,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(run)
     model = _model(run, folder, tokenizer, Data((), None, list, "")).eval()  # type: ignore[arg-type]
     model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
-    if tokenizer.chat_template and recorded.read(_record_of(folder), "FOLDER").get("chats", True):
+    if tokenizer.chat_template and record.get("chats", True):
         chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
@@ -149,20 +149,20 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0
 
 
-def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_by: Any) -> RunSpec:
-    """Return a folder's run, for one process. `argv` and `changed` override the run's settings.
-    If the folder holds a whole model, that model replaces model_name_or_path; a note is printed if
-    a merged model is older than its adapter. Raises `UserError` with every problem.
+def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_by: Any) -> tuple[RunSpec, Json]:
+    """Return a folder's run, for one process, and its record. `argv` and `changed` override the
+    run's settings. A whole model in the folder replaces model_name_or_path; a note is printed if a
+    merged model is older than its adapter. Raises `UserError` with every problem.
     """
     quiet_libraries(verbose=False)
     file = _record_of(folder)
-    settings = recorded.read(file if file.is_file() else folder, "FOLDER")["settings"]
+    record = recorded.read(file if file.is_file() else folder, "FOLDER")
     held = [name for name in ("config.json", "adapter_config.json") if (folder / name).is_file()]
     if not held:
         newest = next((str(path) for path in numbered(folder)), "")
         fix = f"use {newest}, or " * bool(newest) + "finish the run: repeat the command that started it"
         raise mistake("FOLDER", f"{folder} holds no model, because its run has not finished", fix)
-    is_adapter = settings.get("use_peft", {}).get("value") and "config.json" not in held
+    is_adapter = record["settings"].get("use_peft", {}).get("value") and "config.json" not in held
     if not is_adapter:  # the folder holds a whole model, perhaps a merged one
         whole = {"model_name_or_path": str(folder), "model_revision": "main", "use_peft": False, "load_in_4bit": False}
         changed = {**changed, **whole}
@@ -171,7 +171,7 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     run = resolve(["--config", str(file), *argv], here(1, trained_by=trained_by), changed, "this command")
     raise_errors(list(run.problems))
     print_progress("importing the libraries", console(stderr=True))
-    return replace(run, engine=from_yaml(shipped("single.yaml")))  # nothing is trained, so no engine is needed
+    return replace(run, engine=from_yaml(shipped("single.yaml"))), record  # nothing is trained: it needs no engine
 
 
 def _is_outdated(merged: Path, folder: Path) -> bool:
@@ -216,11 +216,10 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if output.exists():
         what = f"{output} exists already{', and is older than the adapter' if _is_outdated(output, folder) else ''}"
         raise mistake("output", what, f"give --output a new folder, or first run `rm -r {output}`")
-    record = recorded.read(_record_of(folder), "FOLDER")
     other = {"model_name_or_path": options.model_name_or_path, "model_revision": "main"}
     whole = {"eval_strategy": "no", "load_in_4bit": False, "gradient_checkpointing": False, "attn_implementation": None}
     changed = {**_OFF, **whole, **(other if options.model_name_or_path else {})}
-    run = _run_of(folder, [], changed, "nobody")
+    run, record = _run_of(folder, [], changed, "nobody")
     base = run["model_name_or_path"]
     if fingerprints.differ(record.get("model"), fingerprints.of_model(base, run["model_revision"])):
         print_note(f"{base} is not the model that the adapter was trained on: its files differ", out)
@@ -238,7 +237,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     saved = (folder / "tokenizer_config.json").is_file()  # train.py saves the tokenizer here
     tokenizer = AutoTokenizer.from_pretrained(folder) if saved else load_tokenizer(run)
     dtype = str(read_config(run).dtype or "float32").removeprefix("torch.")
-    run = _run_of(folder, [], {**changed, "dtype": dtype}, "nobody")
+    run, _ = _run_of(folder, [], {**changed, "dtype": dtype}, "nobody")
     data = Data((), None, list, "", labels=record.get("classes"), problem_type=run["problem_type"])  # type: ignore[arg-type]
     model = _model(run, folder, tokenizer, data)
     eos = tokenizer.eos_token_id or 0

@@ -145,9 +145,12 @@ def read_record(output: Path) -> dict:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def rewrite(folder: Path, **changes) -> None:
-    """Replace fields of the run.json in a folder."""
-    record.write(folder, {**read_record(folder), **changes})
+def rewrite(folder: Path, values: dict[str, object] | None = None, **changes) -> None:
+    """Replace the values of settings, and other fields, of the run.json in a folder."""
+    content = read_record(folder) | changes
+    for name, value in (values or {}).items():
+        content["settings"][name]["value"] = value
+    record.write(folder, content)
 
 
 def losses(outcome: Outcome) -> list[float]:

@@ -130,9 +130,7 @@ def test_rerun_reports_no_difference_for_the_same_model_and_data_at_another_path
 
 def test_rerun_repeats_the_recorded_micro_batch_and_with_more_processes_keeps_the_global_batch(place, capsys):
     folder = recorded(place / "out")
-    content = read_record(folder)["settings"]
-    content["per_device_train_batch_size"]["value"] = 2  # as if an earlier version had split the batch otherwise
-    rewrite(folder, settings=content)
+    rewrite(folder, {"per_device_train_batch_size": 2})  # as if an earlier version had split the batch otherwise
     assert "batch 2 x 8 x 1 = 16" in dry(capsys, folder)[1]
     code, script, said = dry(capsys, folder, "--num_processes", "2")
     assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script

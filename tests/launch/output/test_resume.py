@@ -211,8 +211,7 @@ def refused(run) -> str:
 
 
 def test_a_packed_run_with_another_packing_strategy_is_refused(finished, asked):
-    settings = read_record(finished)["settings"]
-    rewrite(finished, settings={**settings, "packing": {**settings["packing"], "value": True}})
+    rewrite(finished, {"packing": True})
     other = "--packing --packing_strategy wrapped".split()
     assert "with packing_strategy bfd" in refused(asked(finished, *SIX_STEPS, *other))
 
@@ -220,8 +219,7 @@ def test_a_packed_run_with_another_packing_strategy_is_refused(finished, asked):
 def test_an_output_dir_that_holds_a_run_whose_data_has_changed_is_refused(finished, asked, texts, tmp_path):
     data = tmp_path / texts.name
     data.write_text(texts.read_text().replace("Example 3 ", "Sample 3 "))
-    settings = read_record(finished)["settings"]
-    rewrite(finished, settings={**settings, "dataset_name": {**settings["dataset_name"], "value": str(data)}})
+    rewrite(finished, {"dataset_name": str(data)})
     assert "not as it is now" in refused(asked(finished, data=data))
 
 
@@ -242,9 +240,8 @@ def test_a_resume_of_adapters_on_a_changed_base_model_is_refused(name, tiny_mode
 @pytest.mark.parametrize("flags", ["--metric_for_best_model accuracy", "--dataset_test_split train[50%:]"])
 def test_a_resume_with_another_measure_of_the_best_model_is_refused(flags, stopped, asked):
     """The kept figure of the best model is of the old metric, on the old examples."""
-    settings = read_record(stopped)["settings"]
-    name, best = "load_best_model_at_end", [*SIX_STEPS, "--eval_strategy", "steps", "--load_best_model_at_end"]
-    rewrite(stopped, settings={**settings, name: {**settings[name], "value": True}})
+    best = [*SIX_STEPS, "--eval_strategy", "steps", "--load_best_model_at_end"]
+    rewrite(stopped, {"load_best_model_at_end": True})
     assert f"with {flags.split()[0][2:]} None" in refused(asked(stopped, *best, *flags.split()))
     assert look_ahead(asked(stopped, *best, "--metric_for_best_model", "eval_loss")) is None
 
@@ -252,8 +249,7 @@ def test_a_resume_with_another_measure_of_the_best_model_is_refused(flags, stopp
 def test_a_resume_with_other_settings_of_a_schedule_that_follows_a_metric_is_refused(stopped, asked):
     follows = [*SIX_STEPS, "--lr_scheduler_type", "reduce_lr_on_plateau"]
     assert "with lr_scheduler_type " in refused(asked(stopped, *follows))
-    settings = read_record(stopped)["settings"]
-    rewrite(stopped, settings={**settings, "lr_scheduler_type": {"value": "reduce_lr_on_plateau"}})
+    rewrite(stopped, {"lr_scheduler_type": "reduce_lr_on_plateau"})
     assert "with lr_scheduler_kwargs None" in refused(
         asked(stopped, *follows, "--lr_scheduler_kwargs", '{"patience": 9}')
     )
@@ -264,9 +260,7 @@ def test_a_new_hub_model_commit_is_refused_and_model_revision_is_advised(finishe
     refs.mkdir(parents=True)
     (refs / "main").write_text("b" * 40)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    settings = read_record(finished)["settings"]
-    named = {**settings["model_name_or_path"], "value": "org/name"}
-    rewrite(finished, model="commit " + "a" * 40, settings={**settings, "model_name_or_path": named})
+    rewrite(finished, {"model_name_or_path": "org/name"}, model="commit " + "a" * 40)
     assert f"--model_revision {'a' * 40}" in refused(asked(finished, model="org/name"))
     assert look_ahead(asked(finished, *SIX_STEPS, "--model_revision", "a" * 40, model="org/name"))
     (refs / "main").unlink()  # which commit it is now, nobody can tell
@@ -274,9 +268,7 @@ def test_a_new_hub_model_commit_is_refused_and_model_revision_is_advised(finishe
 
 
 def test_a_resume_notes_that_a_hub_dataset_has_a_new_commit(stopped, asked):
-    settings = read_record(stopped)["settings"]
-    named = {**settings["dataset_name"], "value": "org/rows"}
-    rewrite(stopped, data="commit a", settings={**settings, "dataset_name": named})
+    rewrite(stopped, {"dataset_name": "org/rows"}, data="commit a")
     run = asked(stopped, data="org/rows")
     assert find_earlier_run(run, "a").notes == []
     earlier = find_earlier_run(run, "b")

@@ -12,10 +12,9 @@ from launch.host.launcher import threads_per_process
 from recipes.run import Json
 
 # Stages, which are functions of links.py, in the order in which they run.
-_SPEEDS = ("matmul",)
+STAGES = ("start", "rendezvous", "connection", "bandwidth", "matmul", "end")
 OF_LINKS = ("connection", "bandwidth", "end")
-STAGES = ("start", "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
-OF_ONE = ("start", *_SPEEDS)  # for a single process, which has nobody to communicate with
+OF_ONE = ("start", "matmul")  # for a single process, which has nobody to communicate with
 _GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
 # A collective counts as hanging after this share of --timeout, but at most this many seconds. Other
 # stages have all of --timeout, because a cold disk, a late node or a busy CPU may delay them.

@@ -141,11 +141,8 @@ def test_submit_azureml_refuses_a_recipe_data_file_or_output_dir_outside_the_job
     flags = "-- --model_name_or_path . --dataset_name absent.jsonl --output_dir /outputs".split()
     assert main([*SUBMIT, *flags]) == 2
     said = capsys.readouterr().err
-    assert (
-        "copy the file into the current folder, and give --dataset_name absent" in said
-        and "use a path such as outputs/mine" in said
-    )
-    assert "has no config.json" in said
+    assert "copy the file into the current folder, and give --dataset_name absent" in said
+    assert "use a path such as outputs/mine" in said and "has no config.json" in said
 
 
 # --- A YAML that was edited: what Azure accepts and should not, and what it reports ---------------

@@ -155,7 +155,9 @@ def _run_of(folder: Path, argv: Sequence[str], changed: dict[str, Any], trained_
     merged model is older than its adapter. Raises `UserError` with every problem.
     """
     quiet_libraries(verbose=False)
-    file = _record_of(folder)
+    file, around = recorded.file_of(folder), recorded.file_of(folder.parent)
+    if folder.is_dir() and not file.is_file() and around.is_file():  # a checkpoint, or a merged model
+        file = around
     record = recorded.read(file if file.is_file() else folder, "FOLDER")
     held = [name for name in ("config.json", "adapter_config.json") if (folder / name).is_file()]
     if not held:
@@ -178,12 +180,6 @@ def _is_outdated(merged: Path, folder: Path) -> bool:
     """True if the folder's adapter was written after this merged model."""
     adapter = folder / "adapter_model.safetensors"
     return adapter.is_file() and adapter.stat().st_mtime > merged.stat().st_mtime
-
-
-def _record_of(folder: Path) -> Path:
-    """Return the path of run.json in the folder or, for a checkpoint or merged model, above it."""
-    own, around = recorded.file_of(folder), recorded.file_of(folder.parent)
-    return around if folder.is_dir() and not own.is_file() and around.is_file() else own
 
 
 def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:

@@ -108,9 +108,6 @@ class Azure(Target):
         """Return the job as YAML, whose relative paths point to the code that `stage` writes.
         Raises `UserError` for flags that are missing or contradict each other.
         """
-        return yaml.dump(self._body(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-    def _body(self, job: Job) -> Json:
         found: list[tuple[str, str, str]] = []
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
             found.append(("data", "names the job's data set, and so does --dataset_name", "give only one of them"))
@@ -148,7 +145,7 @@ class Azure(Target):
             "inputs": {"processes_per_node": job.processes_per_node, **inputs},
             "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": self.output_of(job)}},
         }
-        return _present(content)
+        return yaml.dump(_present(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
     def output_of(self, job: Job) -> str:
         """Return the datastore path of the checkpoints. The same command line by the same person

@@ -191,8 +191,9 @@ def _begun(folder: Path) -> str:
 
 def _described(folder: Path) -> tuple[str, str, str]:
     """Return a run's target, state, and last log line (or why the target gives no state)."""
-    submission = submitted(folder)
-    outcome = _outcome(folder, submission)
+    submission, content = submitted(folder), record.read(folder)
+    is_older = submission and str(content.get("ended", content.get("started", ""))) < submission.submitted
+    outcome = "" if is_older else str(content.get("status", ""))  # running, finished, preempted, failed, ...
     if submission is None:
         if outcome == "running" and not is_written(folder):
             outcome = "ended unexpectedly (killed?), or runs on another machine"
@@ -205,16 +206,6 @@ def _described(folder: Path) -> tuple[str, str, str]:
     if target.is_over(state):
         if outcome == "running":  # the run died before it could write its outcome
             outcome = "ended unexpectedly (killed?)"
-        before = record.read(folder).get("status", "unknown")  # a start with nothing to train changes no status
+        before = content.get("status", "unknown")  # a start with nothing to train changes no status
         state = ", ".join(filter(None, (state, outcome))) or f"ended; status of an earlier start: {before}"
     return where, state, last_line(submission.log)
-
-
-def _outcome(folder: Path, submission: Submission | None) -> str:
-    """Return the status in run.json: running, finished, preempted, failed, ...
-
-    Empty if run.json is missing, or older than this submission.
-    """
-    content = record.read(folder)
-    is_older = submission and str(content.get("ended", content.get("started", ""))) < submission.submitted
-    return "" if is_older else str(content.get("status", ""))

@@ -110,10 +110,8 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     place = Local().place(options.num_processes or in_own_yaml(yaml), accelerate_config=yaml)
     job = checked_job(options.recipe, rest, place, yaml, starts_here=True)
     refuse_while_in_use(job.folder)
-    print_progress(
-        f"starting {plural(job.processes_per_node, 'process')}, {job.run.recipe.name} on {job.run.engine_title}",
-        console(),
-    )
+    world = plural(job.run.world_size, "process")
+    print_progress(f"starting {world}, {job.run.recipe.name} on {job.run.engine_title}", console())
     block_until_listening()  # signals wait until the launcher can handle them
     os.execv(sys.executable, [*launch_words(job), *job.command])
 

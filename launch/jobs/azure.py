@@ -142,7 +142,7 @@ class Azure(Target):
             },
             "distribution": {"type": "pytorch", "process_count_per_instance": 1},
             "environment_variables": {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110"},
-            "inputs": {"processes_per_node": job.processes_per_node, **inputs},
+            "inputs": {"processes_per_node": job.run.local_world_size, **inputs},
             "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": self.output_of(job)}},
         }
         return yaml.dump(_present(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

@@ -35,14 +35,13 @@ ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
 
 @dataclass(frozen=True)
 class Job:
-    """A run, its nodes and processes. `argv` are train.py's arguments, `config` an Accelerate YAML.
+    """A run and its number of nodes. `argv` are train.py's arguments, `config` an Accelerate YAML.
 
     With `preflight` every node runs `recipes doctor` first; after a failed check nothing starts.
     """
 
     run: RunSpec
     nodes: int
-    processes_per_node: int
     argv: tuple[str, ...]
     config: str
     script: str = str(SCRIPT)
@@ -66,7 +65,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        world = f"{plural(self.nodes, 'node')} x {plural(self.processes_per_node, 'process')}"
+        world = f"{plural(self.nodes, 'node')} x {plural(self.run.local_world_size, 'process')}"
         return f"{self.run.recipe.name} on {self.run.engine_title}, {world}, batch {self.run.batch}"
 
 
@@ -100,9 +99,8 @@ def checked_job(
     if not starts_here:
         refuse_tokens(run)
     argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
-    own = find_yaml(accelerate_config).resolve() if accelerate_config else None
-    config = str(own or launch_yaml(run.recipe, run["deepspeed"]))
-    return Job(run, run.world_size // run.local_world_size, run.local_world_size, argv, config, preflight=preflight)
+    yaml = find_yaml(accelerate_config).resolve() if accelerate_config else launch_yaml(run.recipe, run["deepspeed"])
+    return Job(run, run.world_size // run.local_world_size, argv, str(yaml), preflight=preflight)
 
 
 # --- Commands for bash ----------------------------------------------------------------------------

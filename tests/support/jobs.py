@@ -13,4 +13,4 @@ def job(recipe="standard", nodes=1, processes=1, argv: Sequence[str] = (), gpu=T
     place = here(nodes * processes, local_world_size=processes, hardware=hardware, environment={})
     run = resolve(["--recipe", recipe, *argv], place)
     config = str(launch_yaml(run.recipe, run["deepspeed"]))
-    return Job(run, nodes, processes, ("--recipe", recipe, *argv), config, preflight=preflight)
+    return Job(run, nodes, ("--recipe", recipe, *argv), config, preflight=preflight)

@@ -107,14 +107,12 @@ def run_script(text: str, job: Job) -> int:
 
 def is_written(path: Path) -> bool:
     """True if a run is writing to this log or folder: a process of the run holds the lock on it."""
-    try:
+    with contextlib.suppress(OSError):  # there is no such path, or its file system has no locks
         handle = os.open(path, os.O_RDONLY)
-    except OSError:  # there is no such path
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:  # some file systems have no locks
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
     return False

@@ -100,14 +100,13 @@ def _saved(figure: Figure, form: str) -> bytes:
 
 def _legend(figure: Figure) -> None:
     """Draw the legend below the axes, with each label once, and "ideal" and NEGATIVE last."""
-    found: dict[str, Any] = {}
-    for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
-        found.setdefault(label, handle)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    found = dict(zip(names, handles, strict=True))
     labels = sorted(found, key=lambda label: label in ("ideal", NEGATIVE))
     if labels:
         columns = min(len(labels), 4 if max(map(len, labels)) < 20 else 2)
-        handles = [found[label] for label in labels]
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        shown = [found[label] for label in labels]
+        figure.legend(shown, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread | None]) -> None:

@@ -297,12 +297,8 @@ def _quoted(word: str) -> str:
 class _Dumper(yaml.SafeDumper):
     """A YAML dumper that writes text of several lines as a block."""
 
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
+    def represent_scalar(self, tag: str, value: Any, style: str | None = None) -> yaml.ScalarNode:
+        return super().represent_scalar(tag, value, "|" if "\n" in value else style)
 
 
 # --- The files that a job uploads -----------------------------------------------------------------

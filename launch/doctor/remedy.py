@@ -79,17 +79,12 @@ class _Attempts:
         said = self.meeting.exchange(later, failure=own and asdict(own), failed=failed)
         self.failed = [node for node, one in enumerate(said) if one and one["failed"] and node != this]
         gone = StageFailure("rendezvous", "stopped answering", "read the doctor's output on that node", by_another=True)
-        failures = [
-            (node, StageFailure(**one["failure"]) if one else gone)
-            for node, one in enumerate(said)
-            if one is None or one["failure"]
-        ]
-        if not failures:
-            return None
-        node, worst = min(
-            failures, key=lambda one: (one[1].by_another, not one[1].by_signal, STAGES.index(one[1].stage), one[0])
-        )
-        return worst if node == this else replace(worst, what=f"on node {node}: {worst.what}")
+        failures = []
+        for node, one in enumerate(said):
+            if one is None or one["failure"]:
+                failure = StageFailure(**one["failure"]) if one else gone
+                failures.append(failure if node == this else replace(failure, what=f"on node {node}: {failure.what}"))
+        return min(failures, key=lambda one: (one.by_another, not one.by_signal, STAGES.index(one.stage)), default=None)
 
     def run(self, words: str, chosen: Switches = ()) -> StageFailure | None:
         """Print `words`, probe with the switches `chosen`, return the worst failure on any node."""

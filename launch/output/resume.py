@@ -69,9 +69,8 @@ def _locked(run: RunSpec, kind: int) -> int:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise _refused(
-            run, f"another run is writing to {run['output_dir']}", "use another --output_dir, or wait"
-        ) from None
+        what = f"another run is writing to {run['output_dir']}"
+        raise _refused(run, what, "use another --output_dir, or wait") from None
     except OSError:  # a file system without locks, such as some NFS
         pass
     return handle
@@ -324,11 +323,8 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
     if "DeepSpeed" not in before + by:  # for FSDP, only its version matters
         before, by = before.partition(",")[0], by.partition(",")[0]
     if old and before != by and re.search("DeepSpeed|FSDP", before + by):
-        raise mistake(
-            "accelerate_config",
-            f"the checkpoints were written with {before}, and {by} cannot read them",
-            f"train with {before} again, or use another --output_dir, or --fresh",
-        )
+        what = f"the checkpoints were written with {before}, and {by} cannot read them"
+        raise mistake("accelerate_config", what, f"train with {before} again, or use another --output_dir, or --fresh")
 
 
 def _asks_for_more(run: RunSpec, old: Json) -> bool:

@@ -49,14 +49,10 @@ AuthType=auth/none
 CredType=cred/none
 AuthInfo=cred_expire=5
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 FirstJobId={first_job}
-MpiDefault=none
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -264,8 +264,7 @@ def _logits(model: Any, eos: int) -> torch.Tensor:
 
     numbers = torch.Generator().manual_seed(0)
     known = model.config.get_text_config().vocab_size
+    rows = torch.randint(known, (INPUTS, LENGTH), generator=numbers)
+    rows[:, -1] = eos  # BART's and T5's classifiers read the position of EOS
     with torch.no_grad():  # one by one: a classifier may have no padding token
-        rows = [torch.randint(known, (1, LENGTH), generator=numbers) for _ in range(INPUTS)]
-        for row in rows:  # BART's and T5's classifiers read the position of EOS
-            row[0, -1] = eos
-        return torch.cat([model.eval()(input_ids=row).logits.float() for row in rows])
+        return torch.cat([model.eval()(input_ids=row).logits.float() for row in rows.split(1)])

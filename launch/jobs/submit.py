@@ -4,6 +4,7 @@ Every job is checked before it is sent.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,12 @@ from launch.jobs.job import Job, Target, checked_job, last_line
 from launch.jobs.local import Local, is_written
 from launch.jobs.slurm import Slurm
 from launch.output import record
-from launch.output.submission import NAME, Submission, noted
+from launch.output.submission import NAME, Submission
 from launch.terminal import console, print_note
 from recipes.errors import UserError, mistake, raise_errors
 from recipes.rules.probe import probe_in_child
 from recipes.run import with_flags
-from recipes.run.files import existing_path, nearest, read_yaml
+from recipes.run.files import existing_path, nearest, read_json, read_yaml
 
 TARGETS: dict[str, type[Target]] = {"local": Local, "slurm": Slurm, "azureml": Azure}
 
@@ -155,8 +156,10 @@ def from_site(site: Mapping[str, Any]) -> str:
 
 def submitted(folder: Path) -> Submission | None:
     """Return the last submission; None if its record is missing, damaged or names no target."""
-    submission = noted(folder)
-    return submission if submission and submission.target in TARGETS else None
+    with contextlib.suppress(TypeError):  # a field is missing or unknown
+        submission = Submission(**(read_json(folder / NAME)[0] or {}))
+        return submission if submission.target in TARGETS else None
+    return None
 
 
 def rows(folder: Path) -> list[list[str]]:

@@ -8,7 +8,6 @@ from shlex import quote
 
 from launch.output import record
 from recipes.run import FIT
-from recipes.run.files import read_json
 
 NAME = "submission.json"
 LOCAL_LOG = "train.log"
@@ -31,14 +30,6 @@ class Submission:
 def note(folder: Path, submission: Submission) -> None:
     """Write submission.json into the output folder. Raises `OSError` if the write fails."""
     record.write(folder, asdict(submission), NAME)
-
-
-def noted(folder: Path) -> Submission | None:
-    """Return the last submission into this folder; None if its file is missing or damaged."""
-    try:
-        return Submission(**(read_json(folder / NAME)[0] or {}))
-    except TypeError:  # a field is missing or unknown
-        return None
 
 
 def announce(folder: Path, submission: Submission, found_at: Mapping[str, str], cancel: str) -> None:

@@ -1,7 +1,9 @@
 """The doctor's checks on machines that are not here, and the requested world."""
 
+import os
 import resource
 import sys
+from functools import cache
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -28,6 +30,20 @@ def test_a_library_version_is_compared_with_the_supported_range(version, wanted,
 
 
 # --- GPUs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Replaces nvidia-smi by a script, by default one that shows two H100s connected by NVLink."""
+
+    def write(script: str = SMI) -> None:
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    for answer in (machine.driver, machine.smi_rows):
+        monkeypatch.setattr(machine, answer.__name__, cache(answer.__wrapped__))
+    return write
 
 
 @pytest.mark.parametrize(

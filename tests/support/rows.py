@@ -11,6 +11,16 @@ from recipes.rules.check import require_legal
 from recipes.run import RunSpec, here, resolve
 from recipes.run.hardware import Hardware
 
+# The name of a file -> how a Dataset is written into it.
+WRITERS = {
+    "data.jsonl": lambda rows, path: rows.to_json(path),
+    "data.jsonl.gz": lambda rows, path: rows.to_json(path, compression="gzip"),
+    "data.json": lambda rows, path: path.write_text(json.dumps(rows.to_list())),
+    "data.csv": lambda rows, path: rows.to_csv(path),
+    "data.parquet": lambda rows, path: rows.to_parquet(path),
+    "data.txt": lambda rows, path: path.write_text("\n".join(rows["text"])),
+}
+
 
 def run_with(**chosen) -> RunSpec:
     """A run on a CPU with these settings. No model is read: a test brings its own tokenizer."""

@@ -1,58 +1,42 @@
 """The columns of local files are judged before anything is imported, as the training will judge."""
 
-import gzip
-import json
-
-import pyarrow
 import pytest
-from pyarrow import parquet
+from datasets import Dataset
 
 from launch.data.columns import require_columns
 from launch.data.load import load_data
 from recipes.errors import UserError
+from tests.support.rows import WRITERS, jsonl
 from tests.support.runs import resolved
 
 CLASSIFY = "--task sequence_classification"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def write(file, rows):
-    """A file in the format that its name says."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    if file.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    elif file.suffix == ".csv":
-        file.write_text("\n".join(",".join(map(str, row)) for row in (rows[0], *(row.values() for row in rows))))
-    elif file.suffix == ".gz":
-        file.write_bytes(gzip.compress(lines.encode()))
-    else:
-        file.write_text(lines)
-
-
-def problems(folder, name, rows, flags):
-    write(folder / name, rows)
+def problems(file, flags=""):
     try:
-        require_columns(resolved(f"--dataset_name {folder / name} {flags}"))
+        require_columns(resolved(f"--dataset_name {file} {flags}"))
     except UserError as error:
         return error.problems
     return ()
 
 
-@pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.parquet", "d.jsonl.gz"])
+@pytest.mark.parametrize("name", ["data.jsonl", "data.csv", "data.parquet", "data.jsonl.gz"])
 def test_a_data_file_without_a_known_column_is_refused_with_the_columns_that_it_has(name, tmp_path):
-    (found,) = problems(tmp_path, name, [{"question": "Why?", "number": 3}], "")
-    assert found.subject == "dataset_text_field" and "d" in found.what and "question, number" in found.what
+    WRITERS[name](Dataset.from_list([{"question": "Why?", "number": 3}]), tmp_path / name)
+    (found,) = problems(tmp_path / name)
+    assert found.subject == "dataset_text_field" and name in found.what and "question, number" in found.what
     assert found.fix.startswith("rename columns") and found.source == "library default"
 
 
 def test_both_missing_columns_of_a_classifier_are_reported_at_once(tmp_path):
-    found = problems(tmp_path, "d.csv", [{"review": "good", "stars": 5}], CLASSIFY)
+    found = problems(jsonl(tmp_path, [{"review": "good", "stars": 5}]), CLASSIFY)
     assert [one.subject for one in found] == ["dataset_text_field", "dataset_label_field"]
 
 
 @pytest.mark.parametrize("flag", ["assistant_only_loss", "completion_only_loss"])
 def test_assistant_only_loss_and_completion_only_loss_are_refused_for_a_text_column(flag, tmp_path):
-    (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], f"--{flag}")
+    (found,) = problems(jsonl(tmp_path, [{"text": "a"}]), f"--{flag}")
     assert found.subject == flag and "has text, and no" in found.what and found.source == "command line"
 
 
@@ -69,12 +53,11 @@ LEGAL = [
 
 @pytest.mark.parametrize(("rows", "flags"), [case[1:] for case in LEGAL], ids=[case[0] for case in LEGAL])
 def test_the_column_check_accepts_data_with_columns_of_a_known_name_or_renamed_by_a_flag(rows, flags, tmp_path):
-    assert not problems(tmp_path, "d.jsonl", rows, flags)
+    assert not problems(jsonl(tmp_path, rows), flags)
 
 
 def test_a_label_column_in_the_data_of_a_language_model_is_reported_as_advice_and_not_as_an_error(tmp_path):
-    write(tmp_path / "d.csv", [{"text": "a", "label": 1}])
-    (found,) = require_columns(resolved(f"--dataset_name {tmp_path / 'd.csv'}"))
+    (found,) = require_columns(resolved(f"--dataset_name {jsonl(tmp_path, [{'text': 'a', 'label': 1}])}"))
     assert found.severity == "advice" and found.fix.startswith("--task sequence_classification")
 
 
@@ -117,5 +100,5 @@ def test_a_csv_whose_rows_fit_its_header_is_legal(rows, tmp_path, tokenizer, own
 
 
 def test_dataset_columns_with_an_absent_column_is_refused_with_the_columns_name(tmp_path):
-    (found,) = problems(tmp_path, "d.jsonl", [{"text": "a"}], "--dataset_columns qestion=prompt")
+    (found,) = problems(jsonl(tmp_path, [{"text": "a"}]), "--dataset_columns qestion=prompt")
     assert (found.subject, found.source) == ("dataset_columns", "command line") and "'qestion'" in found.what

@@ -1,26 +1,15 @@
 """Sources of data: files, folders and splits are read, and what cannot be read is named."""
 
-import json
-
 import pytest
 from datasets import Dataset, DatasetDict
 
 from launch.data.load import load_data
-from tests.support.rows import decoded, jsonl, problem, run_with, texts
+from tests.support.rows import WRITERS, decoded, jsonl, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # --- Files, folders, splits ----------------------------------------------------------------------
-
-WRITERS = {
-    "data.jsonl": lambda rows, path: rows.to_json(path),
-    "data.jsonl.gz": lambda rows, path: rows.to_json(path, compression="gzip"),
-    "data.json": lambda rows, path: path.write_text(json.dumps(rows.to_list())),
-    "data.csv": lambda rows, path: rows.to_csv(path),
-    "data.parquet": lambda rows, path: rows.to_parquet(path),
-    "data.txt": lambda rows, path: path.write_text("\n".join(rows["text"])),
-}
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -15,14 +15,14 @@ from launch.host.world import leave_group
 from tests.support.real_failures import arguments, tiny_llama
 from tests.support.running import run_ranks
 
-AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
 ROWS = torch.randint(1, 32, (32, 16), generator=torch.Generator().manual_seed(0))
 
 
 def zero(stage: int | None, **more) -> dict:
     """DeepSpeed's JSON of a ZeRO stage."""
-    own = {"gradient_clipping": "auto", "zero_allow_untested_optimizer": True}
-    return {**AUTO, **own, "zero_optimization": {"stage": stage, **more}}
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    own = {**dict.fromkeys(auto, "auto"), "zero_allow_untested_optimizer": True}
+    return {**own, "zero_optimization": {"stage": stage, **more}}
 
 
 def train(folder: str, settings: dict, sizes: dict | None = None):

@@ -11,6 +11,7 @@ import json
 import pytest
 import yaml
 
+from tests.support.parallel import zero
 from tests.support.rows import jsonl
 from tests.support.running import ROOT, eval_losses, launch_quickly, losses, model_flags
 
@@ -22,11 +23,6 @@ STEADY = "--learning_rate 5e-3 --lr_scheduler_type linear --weight_decay 0.1 --l
 ADAPTERS = "--use_peft --lora_dropout 0".split()
 FP32 = "--bf16 false".split()  # 16 bits round by the number of processes, resumed or not
 BOUND = 5e-6  # of losses that start at 5.5 and end at 3.6
-ZERO = {
-    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto"),
-    "gradient_clipping": "auto",
-    "zero_allow_untested_optimizer": True,
-}
 ENGINES = {
     "ddp": ("standard", []),
     "lora": ("standard", ADAPTERS),
@@ -99,7 +95,7 @@ def test_an_evaluation_before_the_last_batch_of_an_epoch_changes_no_example_and_
 
 def test_a_tensor_parallel_run_resumed_with_more_replicas_keeps_the_losses(train, tmp_path):
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))
+    file.write_text(json.dumps({**zero(2), "tensor_parallel": {"autotp_size": 2}}))
     whole, _ = train("standard", "--deepspeed", str(file), worlds=(2,))
     outcome, _ = train("standard", "--deepspeed", str(file), worlds=(2, 4), stops=(7,))
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
@@ -135,7 +131,7 @@ def test_load_best_model_at_end_loads_a_checkpoint_of_another_number_of_processe
 
 def test_deepspeed_sgd_resumed_with_other_process_counts_is_refused_with_the_count_that_works(train, tmp_path):
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": 2}}))
+    file.write_text(json.dumps(zero(2)))
     sgd = ["--deepspeed", str(file), "--optim", "sgd"]
     outcome, folder = train("standard", *sgd, worlds=(2, 1), stops=(3,), ends="preempted")
     assert outcome.code and "Traceback" not in outcome.output

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.launch.training.test_every_recipe import NEEDS_COMPILER
+from tests.support.parallel import zero
 from tests.support.running import ROOT, launch, launch_quickly, losses, model_flags, train_here
 
 pytestmark = pytest.mark.slow
@@ -17,12 +18,7 @@ UNEVEN = (
     "--num_train_epochs 2 --learning_rate 1e-2 --eval_strategy epoch --logging_steps 1 --global_batch_size 8 "
     "--per_device_train_batch_size 2 --dataset_train_split train[:43] --dataset_test_split train[43:53] --bf16 false"
 ).split()
-AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
-BY_JSON = {
-    "ZeRO-2": {"zero_optimization": {"stage": 2}},
-    "ZeRO-3": {"zero_optimization": {"stage": 3}},
-    "tensor parallel": {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
-}
+BY_JSON = {"ZeRO-2": zero(2), "ZeRO-3": zero(3), "tensor parallel": {**zero(2), "tensor_parallel": {"autotp_size": 2}}}
 COUNTS = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
 HELD = {"sharded": 0.5, "tensor parallel": 0.8}  # the most of the weights that a rank of it may hold
 REPLICAS_OF_SHARDS = """
@@ -51,8 +47,7 @@ def test_each_engine_has_the_losses_of_one_process(title, engine, processes, one
     flags, how = [*model_flags(tiny_model, texts), *UNEVEN], {"processes": processes}
     how |= {"script": COUNTS} if engine in HELD else {}
     if engine in BY_JSON:
-        content = {**AUTO, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True, **BY_JSON[engine]}
-        (tmp_path / "ds.json").write_text(json.dumps(content))
+        (tmp_path / "ds.json").write_text(json.dumps(BY_JSON[engine]))
         flags += ["--deepspeed", str(tmp_path / "ds.json")]
     elif engine == "sharded":
         yaml = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()

@@ -58,12 +58,12 @@ def test_dispatch_batches_under_tensor_parallelism_halves_the_steps_of_an_epoch(
 def test_deepspeed_stage_0_in_bf16_has_other_losses_than_ddp_and_is_refused(tmp_path):
     second = {}
     for stage in (None, 0, 1):
-        config = {"deepspeed": {**ZERO_2, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": stage}}}
+        config = {"deepspeed": {**zero(stage), "bf16": {"enabled": "auto"}}}
         reports = ranks(tmp_path / str(stage), 2, settings=of(2, **ADAM_IN_BF16, **({} if stage is None else config)))
         second[stage] = reports[0]["loss"][1]
     assert abs(second[0] - second[None]) > 10 * abs(second[1] - second[None])
-    config = {"deepspeed": {**ZERO_2, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 0}}}
-    assert_fires("sixteen_bits_are_trained_by_a_stage", {"bf16": True, **config}, world=2)
+    config = {**zero(0), "bf16": {"enabled": "auto"}}
+    assert_fires("sixteen_bits_are_trained_by_a_stage", {"bf16": True, "deepspeed": config}, world=2)
 
 
 def test_an_optimizer_of_the_deepspeed_json_decays_norms_too(tmp_path):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from tests.support.running import ROOT, SCRIPT
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -51,14 +53,11 @@ class Run:
     def ranks(self) -> list[int]:
         """Processes of the training script; the launcher, which names it too, is not among them."""
         found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_bytes().decode().split("\0")
-                workers = "pt_data_worker" in (folder / "comm").read_text()
-            except OSError:
-                continue
-            if str(self.output) in words and not any("accelerate" in word for word in words[:3]) and not workers:
-                found.append(int(folder.name))
+        for process in psutil.process_iter(["cmdline", "name"]):
+            words = process.info["cmdline"] or []
+            is_launcher = any("accelerate" in word for word in words[:3])
+            if str(self.output) in words and not is_launcher and "pt_data_worker" not in process.info["name"]:
+                found.append(process.pid)
         return sorted(found)
 
     def end(self) -> str:

@@ -80,12 +80,6 @@ def test_rerun_exact_repeats_losses_and_weights_bit_for_bit_in_another_virtual_e
 # --- What differs ---------------------------------------------------------------------------------
 
 
-def test_rerun_exact_of_an_unchanged_run_reports_no_difference(place, capsys):
-    code, script, said = dry(capsys, recorded(place / "out"), "--exact")
-    assert code == 0 and ": nothing differs here" in said
-    assert f"--config {place}/out/run.json" in script and "--output_dir outputs/out-rerun" in script
-
-
 DIFFERENCES = {
     "a version": ({"versions": {"torch": "1.0+cu999"}}, "torch 1.0+cu999"),
     "a library that is missing": ({"versions": {"flash-attn": "2"}}, "flash-attn 2 null"),
@@ -118,7 +112,9 @@ def test_rerun_lists_a_flag_that_changes_a_setting_and_rerun_exact_refuses_it(pl
     assert dry(capsys, folder, "--seed", "8", "--exact")[0] == 2
 
 
-def test_rerun_reports_no_difference_for_the_same_model_and_data_at_another_path(place, tmp_path, capsys):
+def test_rerun_exact_reports_no_difference_for_the_same_run_with_its_model_and_data_at_another_path(
+    place, tmp_path, capsys
+):
     folder = recorded(place / "out")
     moved = {name: tmp_path / f"moved-{name}" for name in ("tiny", "texts.jsonl")}
     for name, path in moved.items():
@@ -126,6 +122,7 @@ def test_rerun_reports_no_difference_for_the_same_model_and_data_at_another_path
     words = ["--model_name_or_path", str(moved["tiny"]), "--dataset_name", str(moved["texts.jsonl"])]
     code, script, said = dry(capsys, folder, "--exact", *words)
     assert code == 0 and ": nothing differs here" in said and str(moved["tiny"]) in script
+    assert f"--config {place}/out/run.json" in script and "--output_dir outputs/out-rerun" in script
 
 
 def test_rerun_repeats_the_recorded_micro_batch_and_with_more_processes_keeps_the_global_batch(place, capsys):

@@ -43,16 +43,6 @@ def small_units(monkeypatch):
     monkeypatch.setattr(tokens, "ROWS_AT_ONCE", 100)
 
 
-@pytest.fixture
-def never_encoded(monkeypatch):
-    """To be called when the tokens are there: from then on nothing may be tokenized."""
-
-    def refuse(*args):
-        raise AssertionError("tokenized again")
-
-    return lambda: monkeypatch.setattr(Encoder, "__call__", refuse)
-
-
 # --- What a file holds ---------------------------------------------------------------------------
 
 
@@ -76,10 +66,10 @@ def test_the_token_cache_takes_4_bytes_per_token_and_less_than_10_percent_more(t
 # --- Found again ---------------------------------------------------------------------------------
 
 
-def test_tokens_are_reused_if_only_the_seed_or_packing_or_max_length_changed(tmp_path, tokenizer, never_encoded):
+def test_tokens_are_reused_if_only_the_seed_or_packing_or_max_length_changed(tmp_path, tokenizer, monkeypatch):
     name = jsonl(tmp_path, texts(*WORDS))
     load_data(run_with(dataset_name=name), tokenizer)
-    never_encoded()
+    monkeypatch.setattr(Encoder, "__call__", None)  # it is not called again
     for chosen in ({"max_length": 64}, {"packing": True}, {"dataset_num_proc": 3}, {"seed": 7}):
         load_data(run_with(dataset_name=name, **chosen), tokenizer)
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -71,15 +70,11 @@ def test_submit_slurm_advises_gpus_per_node_and_cpus_per_task_if_they_are_missin
     assert said in printed if said else not printed
 
 
-def received(folder: Path) -> list[str]:
-    """The arguments that arrived, without the recipe's own two."""
-    return json.loads((folder / "words.json").read_text())[2:]
-
-
 def test_train_py_gets_special_characters_unchanged_in_a_local_job(tmp_path):
     text = Local().render(hostile_job(HOSTILE, tmp_path))
     subprocess.run(["bash", "-c", text], check=True, cwd=tmp_path)
-    assert received(tmp_path) == HOSTILE and not (tmp_path / "broken").exists()
+    _recipe, _name, *received = json.loads((tmp_path / "words.json").read_text())
+    assert received == HOSTILE and not (tmp_path / "broken").exists()
 
 
 @pytest.mark.slow

@@ -117,22 +117,17 @@ def test_a_resume_does_not_repeat_the_evaluation_of_eval_on_start(trainer):
     assert not trainer.args.eval_on_start
 
 
-def with_reporter(event, model, data, folder, *flags):
-    """A trainer to which a service's callback was added that fails in this event, not in a step."""
+@pytest.mark.parametrize("event", ["on_train_end", "on_log"])
+def test_a_reporter_that_fails_at_the_end_leaves_a_note_and_a_model_to_save(event, tiny_model, texts, tmp_path, capsys):
+    """It is a service's callback, which fails in this event, not in a step."""
 
     def fail(self, args, state, control, logs=None, **_):
         if logs is None or "train_runtime" in logs:
             raise ValueError("503")
 
-    trainer = built(["--output_dir", str(folder), "--use_cpu", "true", *flags], model, data)
+    trainer = built(["--output_dir", str(tmp_path), "--use_cpu", "true", "--max_steps", "1"], tiny_model, texts)
     methods = {"__module__": "transformers.integrations.own", event: fail}
     trainer.add_callback(type("Reporter", (TrainerCallback,), methods))
-    return trainer
-
-
-@pytest.mark.parametrize("event", ["on_train_end", "on_log"])
-def test_a_reporter_that_fails_at_the_end_leaves_a_note_and_a_model_to_save(event, tiny_model, texts, tmp_path, capsys):
-    trainer = with_reporter(event, tiny_model, texts, tmp_path, "--max_steps", "1")
     assert trainer.train().global_step == 1 and "its report is incomplete: ValueError: 503" in capsys.readouterr().err
 
 

@@ -46,9 +46,8 @@ def refused(tmp_path, monkeypatch, capsys):
     return refused
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_malformed_yaml_or_json_file_is_named_and_refused(name, refused):
-    file, content, command = FILES[name]
+@pytest.mark.parametrize(("file", "content", "command"), FILES.values(), ids=FILES)
+def test_a_malformed_yaml_or_json_file_is_named_and_refused(file, content, command, refused):
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_bytes(content)
     assert Path(file).name in refused(*command.split())

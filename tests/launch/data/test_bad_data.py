@@ -78,9 +78,8 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_malformed_row_is_refused_with_its_row_number_and_a_fix(name, tmp_path, tokenizer):
-    row, expected = ROWS[name]
+@pytest.mark.parametrize(("row", "expected"), ROWS.values(), ids=ROWS)
+def test_a_malformed_row_is_refused_with_its_row_number_and_a_fix(row, expected, tmp_path, tokenizer):
     found = problem(run_with(dataset_name=jsonl(tmp_path, [row])), tokenizer)
     assert found.subject == "dataset_name" and found.what.startswith("row 1: ") and expected in found.what
     assert found.fix and "\n" not in str(found)

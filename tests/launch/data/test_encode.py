@@ -118,9 +118,8 @@ CHATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_chats_use_the_chat_template_and_assistant_only_loss_masks_all_but_the_assistant(name, tmp_path):
-    row, whole, spoken = CHATS[name]
+@pytest.mark.parametrize(("row", "whole", "spoken"), CHATS.values(), ids=CHATS)
+def test_chats_use_the_chat_template_and_assistant_only_loss_masks_all_but_the_assistant(row, whole, spoken, tmp_path):
     tokenizer = chatting("{# ipython #}" + TOOLS)
     for assistant_only, wanted in ((False, whole), (True, spoken)):
         run = run_with(dataset_name=jsonl(tmp_path, [row]), assistant_only_loss=assistant_only)
@@ -311,9 +310,8 @@ LEARNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEARNED)
-def test_texts_completions_alpaca_rows_and_token_ids_become_input_ids_and_labels(name, tmp_path):
-    row, chosen, whole, wanted = LEARNED[name]
+@pytest.mark.parametrize(("row", "chosen", "whole", "wanted"), LEARNED.values(), ids=LEARNED)
+def test_texts_completions_alpaca_rows_and_token_ids_become_input_ids_and_labels(row, chosen, whole, wanted, tmp_path):
     tokenizer = chatting(None if "model_name_or_path" in chosen else CHAT_TEMPLATE)
     (ready,) = load_data(run_with(dataset_name=jsonl(tmp_path, [row]), **chosen), tokenizer).train
     assert (tokenizer.decode(ready["input_ids"]), learned(tokenizer, ready)) == (whole, wanted)

@@ -74,9 +74,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_invalid_classification_labels_are_refused_with_a_fix(name, tmp_path, tokenizer):
-    labels, wanted, subject, what = WRONG[name]
+@pytest.mark.parametrize(("labels", "wanted", "subject", "what"), WRONG.values(), ids=WRONG)
+def test_invalid_classification_labels_are_refused_with_a_fix(labels, wanted, subject, what, tmp_path, tokenizer):
     found = problem(labelled(tmp_path, labels, problem_type=wanted), tokenizer)
     assert found.subject == subject and what in found.what and found.fix
 

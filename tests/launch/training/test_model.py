@@ -162,9 +162,8 @@ UNLOADABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", UNLOADABLE)
-def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(case, folder):
-    damage, settings, subject, says = UNLOADABLE[case]
+@pytest.mark.parametrize(("damage", "settings", "subject", "says"), UNLOADABLE.values(), ids=UNLOADABLE)
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(damage, settings, subject, says, folder):
     damage(folder)
     with pytest.raises(UserError) as raised:
         load(run_with(str(folder), **settings))

@@ -42,9 +42,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_dataset_name_list_that_is_no_valid_mixture_is_refused(name, config):
-    text, expected = WRONG[name]
+@pytest.mark.parametrize(("text", "expected"), WRONG.values(), ids=WRONG)
+def test_a_dataset_name_list_that_is_no_valid_mixture_is_refused(text, expected, config):
     with pytest.raises(UserError) as caught:
         require_legal(resolved(["--config", config(f"dataset_name: {text}")]))
     (found,) = caught.value.problems

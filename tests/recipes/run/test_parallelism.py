@@ -36,9 +36,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_the_tensor_parallel_size_is_read_from_yaml_json_variables_and_arguments(name, files):
-    argv, settings, place = PLACES[name]
+@pytest.mark.parametrize(("argv", "settings", "place"), PLACES.values(), ids=PLACES)
+def test_the_tensor_parallel_size_is_read_from_yaml_json_variables_and_arguments(argv, settings, place, files):
     run = resolved(argv, None if "accelerate_config" in place else 4, settings, **place)
     assert (run.world_size, run.batch.data_parallel, str(run.batch)) == (4, 2, "4 x 2 x 2 = 16")
 

@@ -85,9 +85,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_engine_depends_on_recipe_flags_yaml_launcher_variables_and_hardware(name, folder):
-    argv, hardware, place, title = ENGINES[name]
+@pytest.mark.parametrize(("argv", "hardware", "place", "title"), ENGINES.values(), ids=ENGINES)
+def test_the_engine_depends_on_recipe_flags_yaml_launcher_variables_and_hardware(argv, hardware, place, title, folder):
     assert resolved(argv, 2, hardware=hardware, **place).engine_title.startswith(title)
 
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     LlamaForCausalLM,
@@ -237,40 +238,29 @@ def test_adapters_get_gradients_under_gradient_checkpointing(llama):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-@pytest.fixture(scope="module")
-def distilbert(tmp_path_factory):
-    config = AutoConfig.for_model("distilbert", vocab_size=260, dim=32, hidden_dim=64, n_layers=2, n_heads=2)
-    return save(AutoModel.from_config(config), tmp_path_factory.mktemp("distilbert"))
-
-
-OTHER_HEADS = {  # classifiers whose heads have other names than most
-    "bart": dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2),
-    "xlm": dict(emb_dim=32, n_layers=1, n_heads=2, vocab_size=260),
-}
-
-
-@pytest.fixture
-def of_other_classes(kind, tmp_path):
-    config = AutoConfig.for_model(kind, **OTHER_HEADS[kind], num_labels=5)
-    return save(AutoModelForSequenceClassification.from_config(config), tmp_path)
-
-
-NEW = {  # not in the checkpoint, or of another shape
-    "bert": {"classifier", "bert.pooler.dense"},
-    "distilbert": {"classifier", "pre_classifier"},
-    "bart": {"classification_head.out_proj"},
-    "xlm": {"sequence_summary.summary"},
-}
+OF_BART = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+# A model without a head, or a classifier of other classes, whose head has an unusual name.
+# And its new layers: not in the checkpoint, or of another shape.
+HEADS = {
+    "bert": (AutoModelForMaskedLM, {**SMALL, "intermediate_size": 64}, {"classifier", "bert.pooler.dense"}),
+    "distilbert": (AutoModel, dict(dim=32, hidden_dim=64, n_layers=2, n_heads=2), {"classifier", "pre_classifier"}),
+    "bart": (AutoModelForSequenceClassification, {**OF_BART, "num_labels": 5}, {"classification_head.out_proj"}),
+    "xlm": (
+        AutoModelForSequenceClassification, dict(emb_dim=32, n_layers=1, n_heads=2, num_labels=5),
+        {"sequence_summary.summary"},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("four_bits", [False, True])
-@pytest.mark.parametrize("kind", NEW)
-def test_use_peft_fully_trains_every_new_layer_of_a_classification_head(kind, four_bits, request):
+@pytest.mark.parametrize("kind", HEADS)
+def test_use_peft_fully_trains_every_new_layer_of_a_classification_head(kind, four_bits, tmp_path):
+    auto, sizes, new = HEADS[kind]
+    name = save(auto.from_config(AutoConfig.for_model(kind, **{"vocab_size": 260, **sizes})), tmp_path)
     settings = dict(task="sequence_classification", use_peft=True, load_in_4bit=four_bits)
-    name = request.getfixturevalue("of_other_classes" if kind in OTHER_HEADS else kind)
     model = load(run_with(name, **settings), CLASSES)
     whole = {name for name in trainable(model) if "lora" not in name}
-    assert {name.removeprefix("base_model.model.").partition(".modules_to_save")[0] for name in whole} == NEW[kind]
+    assert {name.removeprefix("base_model.model.").partition(".modules_to_save")[0] for name in whole} == new
 
 
 def test_use_peft_keeps_frozen_weights_in_bfloat16_and_trainable_weights_in_float32(bert):

@@ -1,6 +1,5 @@
 """The `recipes` command itself: help, mistakes, and that each command imports only itself."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 from launch import train
 from launch.cli import COMMANDS, main
 from recipes import __version__, legal
+from tests.support.running import python, read_record
 
 
 def test_help_lists_every_command_once_in_its_group(capsys):
@@ -62,7 +62,7 @@ class Interrupts:
         if name == "launch.cli": raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupts())
 {start}"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
@@ -91,8 +91,8 @@ def test_a_command_imports_no_library_or_module_that_it_does_not_use(words):
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, check=True)
-    assert not {*done.stdout.splitlines()[-1].split()} & UNUSED[words]
+    done = python("-c", code, *words.split())
+    assert done.returncode == 0 and not {*done.stdout.splitlines()[-1].split()} & UNUSED[words]
 
 
 def end_without_reader(*words: str) -> tuple[int, str]:
@@ -113,4 +113,4 @@ def test_a_command_whose_stdout_pipe_is_closed_prints_no_error(words, code):
 def test_a_training_whose_stdout_pipe_is_closed_still_finishes(tmp_path):
     words = "launch train --recipe standard --use_cpu --num_processes 1 --max_steps 2 --output_dir"
     assert end_without_reader("-m", *words.split(), str(tmp_path))[0] == 0
-    assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
+    assert read_record(tmp_path)["status"] == "finished"

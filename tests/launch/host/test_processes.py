@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from launch.host import processes
-from tests.support.running import ROOT
+from tests.support.running import ROOT, python
 from tests.support.waiting import wait_for
 
 
@@ -42,19 +42,18 @@ def main(folder):
 """
 
 
-def test_a_child_process_imports_our_package_and_gives_an_answer_or_if_it_fails_its_exit_code(module, tmp_path):
+def test_a_child_process_imports_our_package_and_answers_or_ends_with_its_exit_code(module, tmp_path, monkeypatch):
     """PYTHONPATH stays the user's, and no file where the command was typed hides a library."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "yaml.py").write_text("raise SystemExit('the wrong yaml')")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path / "here")
-        with processes.ask(module(ASKED), [1, 0]) as children:
-            for _ in processes.watch(children):
-                pass
-            assert [(child.answer, child.end()) for child in children] == [
-                ([1, str(ROOT / "launch" / "__init__.py"), str(tmp_path), "YAMLError"], "exit code 0"),
-                (None, "no answer\nexit code 1"),
-            ]
+    monkeypatch.chdir(tmp_path / "here")
+    with processes.ask(module(ASKED), [1, 0]) as children:
+        for _ in processes.watch(children):
+            pass
+        assert [(child.answer, child.end()) for child in children] == [
+            ([1, str(ROOT / "launch" / "__init__.py"), str(tmp_path), "YAMLError"], "exit code 0"),
+            (None, "no answer\nexit code 1"),
+        ]
     assert not any(child.folder.exists() for child in children)
 
 
@@ -92,5 +91,5 @@ def test_a_child_process_dies_with_its_parent(module):
 def test_the_function_exit_with_calls_atexit_functions_and_exits_with_the_code_that_main_returns():
     own = "atexit.register(print, 'a tracker has uploaded the run', flush=True); return 75"
     script = f"import atexit\nfrom launch.host.files import exit_with\ndef main():\n    {own}\nexit_with(main)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", script)
     assert (done.returncode, done.stdout) == (75, "a tracker has uploaded the run\n"), done.stderr

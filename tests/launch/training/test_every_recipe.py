@@ -5,13 +5,11 @@ library's remark on what it did not find or built.
 
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from recipes.catalog import RECIPES
-from tests.support.running import launch_quickly
+from tests.support.running import launch_quickly, python
 
 FIRST = "importing compiling reading loading recipe model data engine batch schedule precision output".split()
 FIRST += "changed advice step steps loss speed peak written next".split()
@@ -39,5 +37,5 @@ def test_the_demonstration_of_every_recipe_finishes_and_prints_only_our_lines(re
 
 def test_calling_a_recipe_function_in_a_users_script_prints_nothing(tmp_path):
     script = f"from recipes import fast; fast(output_dir={str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == done.stderr == ""
+    done = python("-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -6,22 +6,21 @@ import sys
 
 import pytest
 
+from launch.host.launcher import LAUNCHER
 from launch.host.world import require_launcher
 from launch.train import main
-from tests.launch.host.test_launcher import ACCELERATE, ONE, TWO
+from tests.launch.host.test_launcher import ACCELERATE, ONE, TORCHRUN, TWO
 from tests.support.rows import jsonl
 from tests.support.running import ROOT, SCRIPT, launch, python, run
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-OUR_LAUNCHER = [sys.executable, str(ROOT / "launch" / "host" / "launcher.py")]
 RECIPES = [sys.executable, "-m", "launch"]
 
 LAUNCHERS = {
     "python": [sys.executable, str(SCRIPT)],
     "accelerate launch": [*ACCELERATE, *ONE, str(SCRIPT)],
     "accelerate launch, 2 processes": [*ACCELERATE, *TWO, str(SCRIPT)],
-    "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node", "2", str(SCRIPT)],
-    "our launcher": [*OUR_LAUNCHER, *TWO, str(SCRIPT)],
+    "torchrun": [*TORCHRUN, str(SCRIPT)],
+    "our launcher": [sys.executable, str(LAUNCHER), *TWO, str(SCRIPT)],
     "recipes train": [*RECIPES, "train", "--num_processes", "2"],
     "recipes submit local": [*RECIPES, "submit", "local", "--processes_per_node", "2", "--"],
 }

@@ -139,8 +139,7 @@ def stand_in(tmp_path, monkeypatch):
     """Replaces what every probe does by the source that it is asked."""
     (tmp_path / "stand_in_probe.py").write_text(_PROBE)
     monkeypatch.setattr(fit, "PROBE", "stand_in_probe")
-    search = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
 @pytest.mark.parametrize(("most", "tried"), [(8, [4, 8, 16]), (3, [16, 8, 4, 2]), (0, [2, 1])])

@@ -1,7 +1,6 @@
 """The world and the engine: read from what the launcher announced, and never guessed."""
 
 import os
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,10 +45,10 @@ def test_optimizer_offload_divides_the_cpu_cores_as_threads_among_the_processes(
 
 
 @pytest.mark.parametrize("asked", ["True", "False"])
-def test_use_regional_compilation_overrides_the_launchers_environment_variable(asked):
-    with patch.dict(os.environ, ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION="the launcher's"):
-        prepare_environment(resolve(["--torch_compile", "--use_regional_compilation", asked]))
-        assert os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == asked
+def test_use_regional_compilation_overrides_the_launchers_environment_variable(asked, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "the launcher's")
+    prepare_environment(resolve(["--torch_compile", "--use_regional_compilation", asked]))
+    assert os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == asked
 
 
 def test_processes_of_srun_or_mpirun_without_accelerate_launch_or_torchrun_are_refused():

@@ -51,8 +51,7 @@ def workspace(empty, monkeypatch):
     with serving(workspace, certificate, empty / "key.pem") as workspace.port:
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
         monkeypatch.setenv("ARM_CLOUD_METADATA_URL", f"{workspace.address}/metadata")
-        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "")  # the SDK sets it: afterwards it is taken back
-        monkeypatch.delenv("AZUREML_CURRENT_CLOUD")
+        monkeypatch.delenv("AZUREML_CURRENT_CLOUD", raising=False)  # the SDK sets it
         monkeypatch.setenv("IDENTITY_ENDPOINT", f"{workspace.address}/token")  # a managed identity's
         monkeypatch.setenv("IDENTITY_HEADER", "any")
         monkeypatch.setattr(socket, "getaddrinfo", _only_here)

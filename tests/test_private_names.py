@@ -5,7 +5,7 @@ the first test names those that are gone; the second finds names that the list l
 """
 
 import ast
-import importlib
+import pkgutil
 import re
 
 import pytest
@@ -64,18 +64,9 @@ _OF_OBJECTS = """
 """.split()
 
 
-def found(place: str) -> object:
-    """The module or class of this name."""
-    module, _, name = place.rpartition(".")
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError:
-        return getattr(importlib.import_module(module), name)
-
-
 @pytest.mark.parametrize("place", NAMES)
 def test_an_installed_library_has_the_private_names_listed_for_it(place):
-    owner = found(place)
+    owner = pkgutil.resolve_name(place)
     gone = [name for name in NAMES[place].split() if not hasattr(owner, name)]
     assert not gone, f"{place} has no longer {', '.join(gone)}"
 

@@ -10,7 +10,7 @@ import pytest
 
 from launch.cli import main
 from tests.support.doctor import DOCTOR
-from tests.support.running import ROOT
+from tests.support.running import ROOT, python
 from tests.support.waiting import PATIENCE, wait_for
 
 
@@ -36,11 +36,10 @@ def test_an_interrupted_doctor_leaves_no_rank_behind(tmp_path):
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
 
 
-def test_the_doctor_reports_a_torch_import_error_as_a_failed_check(tmp_path, monkeypatch):
+def test_the_doctor_reports_a_torch_import_error_as_a_failed_check(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart is missing')")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
-    done = subprocess.run([*DOCTOR, "--num_processes", "1"], capture_output=True, text=True)
+    search = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = python(*DOCTOR[1:], "--num_processes", "1", PYTHONPATH=search, PYTHONIOENCODING="utf-8")
     assert (done.returncode, done.stderr) == (1, "")
     assert "✗ torch: rank 0: ImportError: libcudart is missing" in done.stdout

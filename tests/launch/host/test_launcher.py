@@ -13,7 +13,7 @@ import pytest
 from launch.host import signals
 from launch.host.launcher import LAUNCHER, _first_to_fail
 from launch.host.processes import free_port
-from tests.support.running import ROOT
+from tests.support.running import ROOT, python
 from tests.support.waiting import PATIENCE, wait_for
 
 CONFIGS = ROOT / "accelerate_configs"
@@ -33,13 +33,6 @@ def script(tmp_path):
         return str(tmp_path / "script.py")
 
     return written
-
-
-def started(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE, env=variables
-    )
 
 
 KILLED = "if os.environ.get('RANK') == '0': sys.exit(1)\nos.kill(os.getpid(), signal.SIGSEGV)"
@@ -71,9 +64,10 @@ def test_the_launcher_reports_the_first_failed_rank_and_not_one_that_failed_beca
     ],
 )
 def test_the_launcher_ends_with_the_failed_ranks_message_and_exit_code(world, code, exit_code, printed, script):
-    done = started(sys.executable, str(LAUNCHER), *world, script(code))
+    done = python(LAUNCHER, *world, script(code), PYTHONPATH=ROOT)
+    output = done.stdout + done.stderr
     assert done.returncode == exit_code
-    assert done.stdout.startswith(printed) and done.stdout.count("\n") == 1, done.stdout
+    assert output.startswith(printed) and output.count("\n") == 1, output
 
 
 @pytest.mark.parametrize(
@@ -116,8 +110,8 @@ def test_a_signal_before_the_ranks_start_ends_the_launcher_at_once(number, code,
     """`recipes train` blocks signals until the launcher listens."""
     words = "import os, signal, time; from launch.host.launcher import listen; "
     words += f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}]); os.kill(os.getpid(), {int(number)}); "
-    done = started(sys.executable, "-c", f"{words} listen(); time.sleep(600)")
-    assert (done.returncode, done.stdout) == (code, line)
+    done = python("-c", f"{words} listen(); time.sleep(600)")
+    assert (done.returncode, done.stdout + done.stderr) == (code, line)
 
 
 @pytest.mark.slow
@@ -153,5 +147,5 @@ SHOW = "from launch.host.launcher import own_threads; os.write(1, f'own {own_thr
 @pytest.mark.parametrize("words", [[*ACCELERATE, *TWO], TORCHRUN], ids=["accelerate", "torchrun"])
 def test_omp_num_threads_set_by_a_launcher_is_not_taken_for_the_users_value(words, asked, own, script, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    printed = started(*words, script(SHOW), **asked).stdout.splitlines()
+    printed = python(*words[1:], script(SHOW), PYTHONPATH=ROOT, **asked).stdout.splitlines()
     assert [line for line in printed if line.startswith("own")] == [f"own {own}"] * 2

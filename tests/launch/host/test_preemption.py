@@ -4,8 +4,6 @@ goes on as if it had not been stopped.
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,9 +11,8 @@ import pytest
 
 from launch.host.signals import EXIT_CODE, PASSED_ON, StopRequest
 from launch.output.checkpoints import newest_valid
-from tests.support.running import ROOT, model_flags, read_record
+from tests.support.running import SCRIPT, model_flags, python, read_record
 from tests.support.stopping import ONE_PROCESS, TWO_RANKS, Run
-from tests.support.waiting import PATIENCE
 
 STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 1000 --global_batch_size 4".split()
 
@@ -92,9 +89,7 @@ def test_a_signal_during_the_imports_of_train_py_ends_the_run_before_the_first_s
         "sys.path.remove(os.path.dirname(__file__))\ndel sys.modules['psutil']\nimport psutil\n"
     )
     flags = [*model_flags(tiny_model, texts), *STEPS, "--output_dir", str(tmp_path / "out")]
-    words = [sys.executable, str(ROOT / "launch" / "train.py"), *flags]
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE)
+    done = python(SCRIPT, *flags, PYTHONPATH=tmp_path)
     assert done.stdout.split() == [str(int(number)) for number in sorted(PASSED_ON)]
     assert done.returncode == EXIT_CODE and "told to stop by SIGTERM" in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()

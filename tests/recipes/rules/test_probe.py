@@ -135,28 +135,18 @@ def test_fp8_in_an_accelerate_yaml_with_deepspeed_is_refused_with_bf16_as_the_fi
     [
         ("--bf16 --fp16", "change fp16 or bf16"),
         ("--lr_scheduler_type warmup_stable_decay", "--lr_scheduler_kwargs '{\"num_decay_steps\": N}'"),
+        ("--warmup_steps -1", "use another value, or leave it out"),
     ],
 )
-def test_a_fix_names_both_settings_of_a_contradiction_or_the_argument_that_a_schedule_lacks(
-    argv, fix, tmp_path, monkeypatch
-):
-    (problem,) = probe(Run(f"{BASELINE} {argv}").resolve(tmp_path, monkeypatch))
-    assert problem.fix == fix
-
-
-def test_the_library_probe_names_the_setting_that_a_library_refuses_and_its_source():
-    run = resolved("--warmup_steps -1")
-    (problem,) = probe(run)
-    assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
-    assert "ValueError" in problem.what and problem.fix == "use another value, or leave it out"
-    two = resolved("--ddp_backend mpi", 2)
-    absent = ValueError("Your assigned backend mpi is not available, please use gloo")
-    assert refused_by_library(two, absent).subject == "ddp_backend"
+def test_a_fix_names_both_settings_of_a_contradiction_or_the_argument_that_a_schedule_lacks(argv, fix):
+    (problem,) = probe(resolved(f"{BASELINE} {argv}"))
+    assert (problem.fix, problem.source, problem.severity) == (fix, "command line", "error")
 
 
 def test_a_librarys_error_that_names_no_setting_is_reported_unchanged():
-    run = resolved()
-    found = refused_by_library(run, ValueError("The config of your backend is not available"))
+    absent = ValueError("Your assigned backend mpi is not available, please use gloo")
+    assert refused_by_library(resolved("--ddp_backend mpi", 2), absent).subject == "ddp_backend"
+    found = refused_by_library(resolved(), ValueError("The config of your backend is not available"))
     assert (found.subject, found.source) == ("TrainingArguments", "transformers")
     assert found.what == "The config of your backend is not available (ValueError)"
 

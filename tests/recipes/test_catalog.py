@@ -28,6 +28,7 @@ VALUES = [
     ("standard", H100, {}, dict(bf16=True, fp16=False)),
     ("standard", H100, dict(bf16=False), dict(bf16=False, fp16=False)),
     ("baseline", H100, {}, dict(bf16=False, fp16=False, tf32=None)),
+    ("fast", H100, dict(use_cpu=True), dict(bf16=False, torch_compile=False, tf32=None)),
     ("memory", CPU, {}, dict(bf16=True)),
     ("memory", CPU, dict(fp16=True), dict(bf16=False)),
     # DDP plans a static graph only without accumulation

@@ -45,11 +45,6 @@ def test_no_odd_value_of_any_setting_crashes_the_check(value):
             check(resolved([f"--{name}", value]))
 
 
-def test_use_cpu_turns_bf16_torch_compile_and_tf32_off_on_a_machine_with_a_gpu():
-    run = resolved("--recipe fast --use_cpu", hardware=machine(H100))
-    assert (run["bf16"], run["torch_compile"], run["tf32"]) == (False, False, None)
-
-
 # --- The engine that trains -----------------------------------------------------------------------
 
 TP, OFFLOADED = "DeepSpeed ZeRO-1, tensor parallel 2", "FSDP2, optimizer and parameter offload"

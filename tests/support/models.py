@@ -11,8 +11,7 @@ from launch.data.load import Data
 from launch.training.model import load_model, load_tokenizer, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, here, resolve
-from recipes.run.hardware import Hardware
+from tests.support.runs import resolved
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LANGUAGE = Data(None, None, None, "texts", None)
@@ -40,12 +39,11 @@ def write_llama(folder: Path, **sizes) -> Path:
     return folder
 
 
-def run_with(name=None, **chosen) -> RunSpec:
+def run_with(name=None, **chosen):
     """A run on a CPU with these settings."""
     named = {"model_name_or_path": name} if name else {}
     data = {"dataset_name": "somebody/reviews"} if name or "task" in chosen else {}
-    settings = {"recipe": "baseline", **named, **data, **chosen}
-    return resolve([], here(hardware=Hardware(cores=2), environment={}), settings=settings)
+    return resolved(settings={"recipe": "baseline", **named, **data, **chosen})
 
 
 def load(run, data=LANGUAGE):

@@ -8,9 +8,9 @@ from launch.data.encode import IGNORED
 from launch.data.load import load_data
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, here, resolve
-from recipes.run.hardware import Hardware
+from tests.support.runs import resolved
 
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
 # The name of a file -> how a Dataset is written into it.
 WRITERS = {
     "data.jsonl": lambda rows, path: rows.to_json(path),
@@ -22,11 +22,10 @@ WRITERS = {
 }
 
 
-def run_with(**chosen) -> RunSpec:
+def run_with(**chosen):
     """A run on a CPU with these settings. No model is read: a test brings its own tokenizer."""
     named = {"model_name_or_path": "somebody/model"} if "dataset_name" in chosen else {}
-    settings = {"recipe": "baseline", **named, **chosen}
-    return resolve([], here(hardware=Hardware(cores=2), environment={}), settings=settings)
+    return resolved(settings={"recipe": "baseline", **named, **chosen})
 
 
 def jsonl(tmp_path, rows, name="data.jsonl"):
@@ -48,10 +47,10 @@ def learned(tokenizer, row):
     return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
 
 
-def problem(run, tokenizer, **options):
+def problem(run, tokenizer):
     """What is wrong with the data: as train.py finds it, by the rules first."""
     with pytest.raises(UserError) as caught:
         require_legal(run)
-        load_data(run, tokenizer, **options)
+        load_data(run, tokenizer)
     (found,) = caught.value.problems
     return found

@@ -7,11 +7,9 @@ import pytest
 
 from launch.data.load import load_data
 from tests.support.models import chat_tokenizer
-from tests.support.rows import decoded, jsonl, problem, run_with, texts
+from tests.support.rows import CHAT, decoded, jsonl, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-CHAT = [{"role": "user", "content": "a"}]
-ANSWER = [{"role": "assistant", "content": "b"}]
 
 BYTES = {
     "latin-1": ("data.jsonl", '{"text": "café au lait"}\n'.encode("latin-1")),
@@ -55,14 +53,17 @@ def test_a_file_name_with_glob_characters_is_not_taken_for_a_pattern(name, tmp_p
 
 TWO_OBJECTS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '[{"a": 1}, {"b": 2}]'}}]}
 ROWS = {
-    "a chat and a text": ({"prompt": CHAT, "completion": "b"}, "not a list of messages: b"),
+    "a chat and a text": ({"prompt": CHAT[:1], "completion": "b"}, "not a list of messages: b"),
     "messages that are a message": ({"messages": CHAT[0]}, "not a list of messages"),
     "a message that is null": ({"messages": [None, *CHAT]}, "not a list of messages: [None"),
     "a message without a role": ({"messages": [{"content": "x"}]}, "a message with the role None"),
-    "a role with a mistake in it": ({"messages": [*CHAT, {"role": "asistant", "content": "b"}]}, "the role 'asistant'"),
+    "a misspelt role": (
+        {"messages": [CHAT[0], {"role": "asistant", "content": "b"}]},
+        "the role 'asistant'",
+    ),
     "a role that ShareGPT does not have": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'narrator'"),
     "another key for the content": ({"messages": [{"role": "user", "text": "a"}]}, "a message without content"),
-    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, *ANSWER]}, "content is not text"),
+    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, "content is not text"),
     "chats written as text": ({"conversations": "Hello"}, "not a list of messages"),
     "a history of messages": (
         {"instruction": "a", "output": "b", "history": [{"a": "b"}]},
@@ -70,8 +71,8 @@ ROWS = {
     ),
     "an answer that is a number": ({"instruction": "2+2", "output": 4}, "holds 4, which is not text, in the column"),
     "a call that is not JSON": ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is not a JSON object"),
-    "a call with two objects": ({"messages": [*CHAT, TWO_OBJECTS]}, "several objects as arguments"),
-    "tools that are not JSON": ({"messages": [*CHAT, *ANSWER], "tools": "f"}, "tools is not a JSON object"),
+    "a call with two objects": ({"messages": [CHAT[0], TWO_OBJECTS]}, "several objects as arguments"),
+    "tools that are not JSON": ({"messages": CHAT, "tools": "f"}, "tools is not a JSON object"),
     "token ids without a token": ({"input_ids": [5, 99999]}, "does not know"),
     "labels of other tokens": ({"input_ids": [5, 6], "labels": [6, 7]}, "labels that differ"),
     "labels of fewer tokens": ({"input_ids": [5, 6], "labels": [5]}, "labels that differ"),

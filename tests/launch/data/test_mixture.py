@@ -5,11 +5,9 @@ from collections import Counter
 import pytest
 
 from launch.data.load import load_data
-from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
+from tests.support.rows import CHAT, decoded, jsonl, learned, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
 
 
 def test_each_dataset_of_a_mixture_may_have_its_own_format(tmp_path, tokenizer):

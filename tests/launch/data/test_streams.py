@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from launch.data.load import load_data, repeated_longest
 from launch.data.streams import PLACE, WINDOW, Stream
 from recipes.errors import StreamBroke, UserError
-from tests.support.rows import jsonl, learned, problem, run_with, texts
+from tests.support.rows import CHAT, jsonl, learned, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -96,8 +96,6 @@ def _plain(example):
 
 
 # --- Mixtures -------------------------------------------------------------------------------------
-
-CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
 
 
 @pytest.fixture

@@ -24,10 +24,9 @@ from launch.data.load import Data
 from launch.training.model import load_tokenizer, require_batches_for_batch_norm, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from recipes.run import here, resolve
 from tests.support.models import SMALL, load, loss_of, problem, run_with, save
 from tests.support.running import train_here
-from tests.support.runs import H100, machine
+from tests.support.runs import H100, machine, resolved
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -130,7 +129,7 @@ def test_recipe_fast_uses_flex_attention_only_for_models_that_can_train_with_it(
     AutoConfig.for_model(kind, **{**SMALL, "max_position_embeddings": 64, **changed}).save_pretrained(tmp_path)
     demo_tokenizer().save_pretrained(tmp_path)
     named = {"recipe": "fast", "model_name_or_path": str(tmp_path), "dataset_name": "somebody/texts"}
-    run = resolve([], here(1, hardware=machine(H100), environment={}), settings=named)
+    run = resolved(world_size=1, settings=named, hardware=machine(H100))
     assert run["attn_implementation"] == "flex_attention"
     assert with_model(run, load_tokenizer(run))[0]["attn_implementation"] == chosen
 

@@ -8,18 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.training.model import parameter_count, saved_bytes
 from launch.training.timing import utilisation
-from recipes.run import here, resolve
-from recipes.run.hardware import Gpu, Hardware
+from tests.support.runs import H100, machine, resolved
 
-H100 = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30),), cores=16)
 SHAPE = dict(vocab_size=10, hidden_size=4, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1)
 # Attention, MLP and norms of two layers, the last norm, and the head.
 COMPUTED = 2 * (4 * 4 * 4 + 3 * 4 * 8 + 2 * 4) + 4 + 40
 PACKED = {"packing": True, "max_length": 16}
-
-
-def run_on(hardware, **settings):
-    return resolve(place=here(2, hardware=hardware, environment={}), settings=settings)
 
 
 def mfu(tied=True, **settings):
@@ -27,7 +21,7 @@ def mfu(tied=True, **settings):
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
     trainer = SimpleNamespace(model=model, num_parameters=parameter_count(model), train_dataset=[])
     per_token = 6 * COMPUTED + 6 * 2 * 4 * 16
-    return utilisation(run_on(H100, **settings), trainer, 2 * 989e12 / per_token)
+    return utilisation(resolved("", 2, settings, hardware=machine(H100)), trainer, 2 * 989e12 / per_token)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -43,7 +37,7 @@ def test_mfu_is_none_without_packing_or_with_use_peft(settings):
 @pytest.mark.parametrize(("optim", "bytes_each"), [("adamw_torch", 8), ("sgd", 0), ("lion_32bit", 4)])
 def test_the_disk_estimate_adds_final_weights_and_a_checkpoint_with_optimizer_state(optim, bytes_each):
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
-    assert saved_bytes(model, run_on(Hardware(), optim=optim)) == (4 + 4 + bytes_each) * COMPUTED
+    assert saved_bytes(model, resolved("", 2, {"optim": optim})) == (4 + 4 + bytes_each) * COMPUTED
 
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])

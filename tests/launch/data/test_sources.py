@@ -112,8 +112,3 @@ def test_evaluated_rows_that_are_also_trained_on_are_counted_in_any_split(train,
     chosen = {"dataset_train_split": train, "eval_strategy": "epoch"}
     said = load_data(run_with(dataset_name=str(tmp_path), **chosen), tokenizer).description
     assert said.endswith(f", {shared} of the rows are also trained on" if shared else "at most")
-
-
-def test_an_evaluation_without_a_test_split_is_refused_with_example_split_flags(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), eval_strategy="steps")
-    assert "--dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'" in problem(run, tokenizer).fix

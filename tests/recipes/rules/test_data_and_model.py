@@ -98,6 +98,7 @@ ALSO_FIRES = [
     ("the_data_exists", data("d/*.jsonl", **{"d/a.csv": ""}), "dataset_name"),
     ("a_data_file_can_be_read", data("d/*", **{"d/a.csv": "a", "d/b.jsonl": ROW}), "dataset_name"),
     ("a_data_file_can_be_read", data("d.jsonl", d__jsonl=""), "dataset_name"),
+    ("the_splits_can_be_read", CASES["the_splits_can_be_read"][0], "'train[90%:]' --dataset_train_split 'train[:90%]'"),
     ("the_splits_can_be_read", data("d.jsonl --dataset_train_split validation", d__jsonl=ROW), "train_split"),
     ("the_splits_can_be_read", data("d.jsonl --dataset_train_split train[:80%", d__jsonl=ROW), "train_split"),
     ("the_splits_can_be_read", data(f"d.jsonl e.jsonl {EVAL}", d__jsonl=ROW, e__jsonl=ROW), "test_split"),

@@ -1,7 +1,6 @@
 """What tests train on: a tiny model with its tokenizer, texts, and a checkpoint by Trainer."""
 
 import gc
-import json
 import os
 import sys
 from pathlib import Path
@@ -28,11 +27,11 @@ def pytest_report_header():
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that the workers end together; DeepSpeed compiles at once."""
-    longest = "test_every_recipe test_trace test_plan test_slurm test_containers test_train_engines"
-    longest += " test_style test_rehearsal test_scale test_parallelism test_preemption test_submit"
-    longest += " test_same_training test_fit test_faults test_explain test_out_of_memory test_train_switches"
-    longest += " test_other_world test_heartbeat test_streams test_streaming"
-    order = longest.split()
+    order = """
+        test_every_recipe test_trace test_plan test_slurm test_containers test_train_engines test_style test_rehearsal
+        test_scale test_parallelism test_preemption test_submit test_same_training test_fit test_faults test_explain
+        test_out_of_memory test_train_switches test_other_world test_heartbeat test_streams test_streaming
+    """.split()
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))
 
 
@@ -66,10 +65,10 @@ def tiny_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> Path:
     """256 texts of different lengths, as .jsonl."""
-    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [{"text": f"Example {n} says " + "well " * (1 + n % 7) + "and ends."} for n in range(256)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    from tests.support.rows import jsonl
+
+    rows = [{"text": f"Example {n} says " + "well " * (1 + n % 7) + "and ends."} for n in range(256)]
+    return Path(jsonl(tmp_path_factory.mktemp("data"), rows, "texts.jsonl"))
 
 
 @pytest.fixture(scope="session")

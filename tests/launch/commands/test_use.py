@@ -1,6 +1,5 @@
 """`recipes evaluate` and `recipes generate`: the model of a run, as the run trained it."""
 
-import json
 import shutil
 
 import pytest
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from launch.cli import main
 from tests.support.models import save
+from tests.support.rows import jsonl
 from tests.support.running import read_record, rewrite, train_here
 
 HELD_OUT = "--dataset_train_split train[:80%] --dataset_test_split train[80%:] --eval_strategy epoch".split()
@@ -126,15 +126,14 @@ def test_recipes_generate_refuses_more_tokens_than_absolute_positions_and_an_emp
 
 
 def test_recipes_generate_refuses_a_classifier_which_recipes_evaluate_accepts(tiny_model, tmp_path, capsys):
-    data = tmp_path / "labels.jsonl"
-    data.write_text("".join(json.dumps({"text": f"Example {n}", "label": "bg"[n % 2]}) + "\n" for n in range(32)))
+    data = jsonl(tmp_path, [{"text": f"Example {n}", "label": "bg"[n % 2]} for n in range(32)])
     flags = ["--task", "sequence_classification"]
     assert train_here(tiny_model, data, tmp_path / "out", *SHORT, *flags).code == 0
     code, said = answered(capsys, "generate", tmp_path / "out", "a question")
     assert code == 2 and "holds a classifier" in said
     code, said = answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)
     assert code == 0 and "eval_accuracy" in said
-    data.write_text(data.read_text().replace('"b"', '"a"'))
+    jsonl(tmp_path, [{"text": "an example", "label": "a"}, {"text": "another", "label": "g"}])
     assert "the model knows only b, g" in answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)[1]
     (tmp_path / "out" / "config.json").unlink()
     assert "its run has not finished. Fix: " in answered(capsys, "evaluate", tmp_path / "out")[1]

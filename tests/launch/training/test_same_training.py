@@ -1,9 +1,8 @@
 """The same training on any hardware, also if the batches of an epoch or evaluation are uneven."""
 
-import json
-
 import pytest
 
+from tests.support.rows import jsonl
 from tests.support.running import launch_quickly, losses, model_flags, train_here
 
 # Epochs of 30 examples, evaluations of 37.
@@ -28,9 +27,8 @@ def evaluations(outcome) -> list[float]:
 def test_losses_and_evaluations_are_equal_on_two_ranks_and_with_other_micro_batches(case, tiny_model, texts, tmp_path):
     data, more = texts, list[str]()
     if case in LABELS:  # in an order without a pattern
-        data, more = tmp_path / "rows.jsonl", ["--task", "sequence_classification"]
         rows = [{"text": f"row {n} " * (1 + n % 5), "label": LABELS[case](n)} for n in range(67)]
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data, more = jsonl(tmp_path, rows), ["--task", "sequence_classification"]
     one = train_here(tiny_model, data, tmp_path / "one", *STEPS, *more)
     assert len(losses(one)) == 4
     sizes = "--per_device_train_batch_size 16 --per_device_eval_batch_size 3".split()

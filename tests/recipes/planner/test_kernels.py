@@ -13,14 +13,12 @@ from recipes.planner.memory import EAGER, Adapters, Case
 from recipes.planner.trace import trace
 from recipes.quiet import silence
 from tests.recipes.planner.small import SMALL, alone, peak, real_peak, run_of
-from tests.recipes.planner.test_trace import of_real_model
+from tests.recipes.planner.test_trace import SIZED, of_real_model
 from tests.support.models import load, run_with, save
 
-_SHAPE = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-GROUPED = LlamaConfig(**_SHAPE)
+GROUPED = LlamaConfig(**SIZED)
 EAGER_BY_THEMSELVES = {
-    "gpt_oss": GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2),
+    "gpt_oss": GptOssConfig(**SIZED, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2),
     "bloom": BloomConfig(vocab_size=500, hidden_size=64, n_layer=2, n_head=4),
 }
 T4, A100, H100 = (7, 5), (8, 0), (9, 0)

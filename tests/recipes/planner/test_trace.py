@@ -100,7 +100,7 @@ def test_a_trace_of_few_layers_and_examples_extrapolates_to_more_layers_and_exam
 _SHAPE = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 _SHAPE |= {"num_attention_heads": 4, "pad_token_id": 0}
 _GROUPED = {**_SHAPE, "num_key_value_heads": 2}
-_SIZED = {**_GROUPED, "head_dim": 16}
+SIZED = {**_GROUPED, "head_dim": 16}
 _VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VALUES = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _LINEAR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -117,9 +117,9 @@ FAMILIES = {
         v_head_dim=24,  # as large as the queries' heads: for others a CPU has no fused kernel
     ),
     "gemma3": transformers.Gemma3Config(
-        text_config=_SIZED, vision_config={**_VISION, "image_size": 28, "patch_size": 14}
+        text_config=SIZED, vision_config={**_VISION, "image_size": 28, "patch_size": 14}
     ),
-    "qwen3_next": transformers.Qwen3NextConfig(**_SIZED, **_LINEAR),
+    "qwen3_next": transformers.Qwen3NextConfig(**SIZED, **_LINEAR),
     "mamba": transformers.MambaConfig(**_SHORT),
     "jamba": transformers.JambaConfig(**_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
 }

@@ -1,5 +1,6 @@
 """Tiny models on the disk, and how a run loads them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,12 @@ def save(model, folder) -> str:
     model.save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def change(folder: Path, **fields) -> None:
+    """Replace fields of the config.json in a folder."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def write_llama(folder: Path, **sizes) -> Path:

@@ -1,9 +1,10 @@
 """A model whose forward pass takes a known time, so that a signal arrives during a step."""
 
-import json
 import shutil
 from pathlib import Path
 from textwrap import indent
+
+from tests.support.models import change
 
 _CODE = """\
 import os
@@ -23,7 +24,5 @@ def write_model_with(pause: str, folder: Path, tiny_model: Path) -> list[str]:
     """The tiny model that runs these statements before its forward pass; the flags to load it."""
     shutil.copytree(tiny_model, folder)
     (folder / "modeling_slow.py").write_text(_CODE.format(pause=indent(pause, " " * 8)))
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_slow.SlowLlamaForCausalLM"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    change(folder, auto_map={"AutoModelForCausalLM": "modeling_slow.SlowLlamaForCausalLM"})
     return ["--model_name_or_path", str(folder), "--trust_remote_code"]

@@ -1,14 +1,12 @@
 """A model from its configuration alone: random weights, the same for a seed on any hardware."""
 
-import json
-
 import pytest
 import torch
 from packaging.version import parse
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, __version__
 
 from launch.data.demo import demo_tokenizer
-from tests.support.models import load, run_with
+from tests.support.models import change, load, run_with
 from tests.support.running import ROOT, launch_quickly, losses, model_flags, train_here
 
 STEPS = "--from_scratch --max_steps 2 --logging_steps 1 --learning_rate 1e-3".split()
@@ -73,9 +71,7 @@ def test_from_scratch_has_the_same_losses_on_every_engine(recipe, processes, fol
 
 def test_from_scratch_ignores_the_quantization_config_of_a_model(tmp_path):
     described(tmp_path, CONFIGS["llama"])
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    change(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     model = load(run_with(str(tmp_path), from_scratch=True))
     assert not hasattr(model.config, "quantization_config")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -1,6 +1,5 @@
 """Models: loaded, quantised and given adapters as the run says, or refused in one line."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from launch.data.load import Data
 from launch.training.model import load_tokenizer, require_batches_for_batch_norm, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from tests.support.models import SMALL, load, loss_of, problem, run_with, save
+from tests.support.models import SMALL, change, load, loss_of, problem, run_with, save
 from tests.support.running import train_here
 from tests.support.runs import H100, machine, resolved
 
@@ -140,11 +139,6 @@ def test_recipe_fast_uses_flex_attention_only_for_models_that_can_train_with_it(
 @pytest.fixture
 def folder(llama, tmp_path) -> Path:
     return Path(shutil.copytree(llama, tmp_path / "model"))
-
-
-def change(folder, **fields):
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 NAME = "model_name_or_path"

@@ -154,35 +154,33 @@ def in_process(function, *args):
     return process
 
 
-def slowly(monkeypatch, seconds):
+def tokenize_slowly(seconds, run, tokenizer):
+    """Pause before each table. Only in a process of its own, where the pause may stay."""
     encode = Encoder.__call__
 
     def slow(*args):
         time.sleep(seconds)
         return encode(*args)
 
-    monkeypatch.setattr(Encoder, "__call__", slow)
+    Encoder.__call__ = slow
+    tokenized(run, tokenizer)
 
 
-def test_tokenizing_continues_after_a_kill_and_keeps_the_files_written(tmp_path, tokenizer, monkeypatch, small_units):
+def test_tokenizing_continues_after_a_kill_and_keeps_the_files_written(tmp_path, tokenizer, small_units):
     run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
-    with monkeypatch.context() as patch:
-        slowly(patch, 0.1)
-        process = in_process(tokenized, run, tokenizer)
-        wait_for("three files", lambda: len(files()) >= 3)
-        process.kill()
-        process.join()
+    process = in_process(tokenize_slowly, 0.1, run, tokenizer)
+    wait_for("three files", lambda: len(files()) >= 3)
+    process.kill()
+    process.join()
     made = dict(sorted(files().items())[:-1])  # it may have been killed before the index named the last
     assert [tokenizer.decode(row["input_ids"]) for row in rows(run, tokenizer)] == [f"{w}<|endoftext|>" for w in WORDS]
     assert made.items() < files().items()
 
 
-def test_a_waiting_run_takes_over_tokenizing_if_the_other_run_is_killed(tmp_path, tokenizer, monkeypatch, small_units):
+def test_a_waiting_run_takes_over_tokenizing_if_the_other_run_is_killed(tmp_path, tokenizer, small_units):
     run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
-    with monkeypatch.context() as patch:
-        slowly(patch, 0.5)
-        process = in_process(tokenized, run, tokenizer)
-        wait_for("a file", files)
+    process = in_process(tokenize_slowly, 0.5, run, tokenizer)
+    wait_for("a file", files)
     killer = in_process(lambda: (time.sleep(0.5), process.kill()))
     assert len(rows(run, tokenizer)) == 1000
     killer.join()

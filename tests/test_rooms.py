@@ -37,23 +37,23 @@ MOST_LINES = 800  # of a file, which is one concept
 # The most lines of each room; of `recipes` and `launch`, of the files directly in them. Only new
 # behaviour raises a number, and its commit gives the reason.
 BUDGETS = {
-    "recipes": 779,
+    "recipes": 777,
     "recipes/legal": 491,
-    "recipes/run": 1846,
-    "recipes/rules": 2478,
-    "recipes/planner": 3034,
-    "recipes/scaling": 1153,
-    "launch": 534,
-    "launch/commands": 1262,
-    "launch/data": 2085,
-    "launch/doctor": 1277,
+    "recipes/run": 1839,
+    "recipes/rules": 2464,
+    "recipes/planner": 3023,
+    "recipes/scaling": 1140,
+    "launch": 533,
+    "launch/commands": 1253,
+    "launch/data": 2083,
+    "launch/doctor": 1271,
     "launch/explain": 400,
     "launch/fit": 255,
     "launch/host": 1152,
-    "launch/jobs": 1379,
-    "launch/output": 1470,
-    "launch/scaling": 886,
-    "launch/training": 2294,
+    "launch/jobs": 1338,
+    "launch/output": 1457,
+    "launch/scaling": 885,
+    "launch/training": 2280,
 }
 
 

@@ -18,7 +18,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from recipes.errors import UserError, mistake, one_line
 
 Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]]
 Spans = list[tuple[int, int]]  # begin and end of each piece, in characters
 
 # The usual roles, ShareGPT's, and LLaMA-Factory's for tool calls and tool results.
@@ -57,7 +56,7 @@ def read_chat(
     chat = [*(_messages_of(row["prompt"], tokenizer) if column == "completion" else []), *said]
     if row.get("system") and isinstance(row["system"], str) and chat[0]["role"] != "system":
         chat = [{"role": "system", "content": row["system"]}, *chat]
-    tools = [_without_none(tool) for tool in _functions(row.get("tools"), "the column tools")] or None
+    tools = _without_none(_functions(row.get("tools"), "the column tools")) or None
     template = _Template(tokenizer, chat, tools)
     first = len(chat) - len(said) if completion_only else 0
     teaches = [number >= first and _teaches(message) for number, message in enumerate(chat)]
@@ -178,7 +177,7 @@ def _short(value: Any) -> str:
 class _Template:
     """A chat, and the text that the tokenizer's chat template renders from it."""
 
-    def __init__(self, tokenizer, chat: Messages, tools: Tools | None):
+    def __init__(self, tokenizer, chat: Messages, tools: list[dict] | None):
         self.tokenizer, self.chat, self.tools = tokenizer, chat, tools
         self.source = tokenizer.get_chat_template(tools=tools)
         self.text = self.render(chat)

@@ -10,7 +10,6 @@ from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from tests.support.runs import resolved
 
-CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
 # The name of a file -> how a Dataset is written into it.
 WRITERS = {
     "data.jsonl": lambda rows, path: rows.to_json(path),
@@ -36,6 +35,17 @@ def jsonl(tmp_path, rows, name="data.jsonl"):
 
 def texts(*words):
     return [{"text": word} for word in words]
+
+
+def user(text, **more):
+    return {"role": "user", "content": text, **more}
+
+
+def answer(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+CHAT = [user("Hello"), answer("Hi!")]
 
 
 def decoded(tokenizer, dataset):

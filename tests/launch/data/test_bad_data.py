@@ -7,7 +7,7 @@ import pytest
 
 from launch.data.load import load_data
 from tests.support.models import chat_tokenizer
-from tests.support.rows import CHAT, decoded, jsonl, problem, run_with, texts
+from tests.support.rows import CHAT, decoded, jsonl, problem, run_with, texts, user
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -63,7 +63,7 @@ ROWS = {
     ),
     "a role that ShareGPT does not have": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'narrator'"),
     "another key for the content": ({"messages": [{"role": "user", "text": "a"}]}, "a message without content"),
-    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, "content is not text"),
+    "a picture": ({"messages": [user([{"type": "image"}]), CHAT[1]]}, "content is not text"),
     "chats written as text": ({"conversations": "Hello"}, "not a list of messages"),
     "a history of messages": (
         {"instruction": "a", "output": "b", "history": [{"a": "b"}]},

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from launch.data.demo import demo_tokenizer
 from launch.data.load import load_data
 from tests.support.models import chat_tokenizer
-from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
+from tests.support.rows import answer, decoded, jsonl, learned, problem, run_with, texts, user
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -37,14 +37,6 @@ def chatting(template):
     tokenizer = demo_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
-
-
-def user(text, **more):
-    return {"role": "user", "content": text, **more}
-
-
-def answer(text, **more):
-    return {"role": "assistant", "content": text, **more}
 
 
 def said(*turns):

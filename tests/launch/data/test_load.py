@@ -10,7 +10,7 @@ from launch.data.batches import Pad
 from launch.data.encode import IGNORED
 from launch.data.load import load_data, recorded
 from tests.support.models import load, loss_of
-from tests.support.rows import decoded, jsonl, run_with
+from tests.support.rows import answer, decoded, jsonl, run_with, user
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -56,7 +56,7 @@ def test_the_data_description_counts_evaluation_examples_and_rows_left_out(task,
     ("row", "are_chats"),
     [
         ({"prompt": "a", "completion": "b"}, False),
-        ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}, True),
+        ({"prompt": [user("a")], "completion": [answer("b")]}, True),
         ({"instruction": "a", "output": "b"}, True),
         ({"text": "<|im_start|>user\na<|im_end|>"}, True),
     ],

@@ -3,14 +3,13 @@
 import pytest
 
 from launch.cli import main
-from tests.support.rows import jsonl
+from tests.support.rows import answer, jsonl, user
 from tests.support.running import train_here
 
 
 @pytest.fixture
 def chats(tmp_path):
-    turns = [{"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": "Under Orders."}]
-    return jsonl(tmp_path, [{"messages": turns}] * 24)
+    return jsonl(tmp_path, [{"messages": [user("Where is it?"), answer("Under Orders.")]}] * 24)
 
 
 @pytest.mark.parametrize("how", [(), ("--packing",), ("--dataset_streaming", "--packing")])

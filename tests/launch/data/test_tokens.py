@@ -14,14 +14,12 @@ from launch.data import tokens
 from launch.data.load import load_data
 from launch.data.tokens import Encoder, cache_folder, token_table
 from recipes.mixture import Part
-from tests.support.rows import decoded, jsonl, problem, run_with, texts
+from tests.support.rows import answer, decoded, jsonl, problem, run_with, texts, user
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WORDS = [f"text {number}" for number in range(1000)]
-CHATS = [
-    {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]} for word in WORDS
-]
+CHATS = [{"messages": [user(word), answer(word[::-1])]} for word in WORDS]
 
 
 def files():
@@ -139,7 +137,7 @@ def test_dataset_num_proc_makes_no_difference_to_the_tokens(data, tmp_path, toke
 
 
 def test_a_malformed_row_far_down_is_reported_with_its_row_number(tmp_path, tokenizer):
-    bad = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "text": "y"}]}
+    bad = {"messages": [user("x"), {"role": "assistant", "text": "y"}]}
     run = run_with(dataset_name=jsonl(tmp_path, [*CHATS, bad, *CHATS]), dataset_num_proc=3)
     assert problem(run, tokenizer).what.startswith("row 1,001: has a message without content")
 

@@ -16,7 +16,7 @@ from statistics import fmean, median, median_low
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_compiled_module
 
 from launch.host import memory
 from launch.host.world import World
@@ -126,6 +126,8 @@ def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]
     """Repeat the first timed step with and without gradient collectives, timed by `_compared`."""
     timing, wrapped = trainer.timing, trainer.model_wrapped
     bare, state = getattr(wrapped, "module", wrapped), trainer.accelerator.gradient_state
+    if is_compiled_module(wrapped):  # as a whole, around DDP, which the attribute `module` leaves out too
+        bare = torch.compile(bare, **trainer.accelerator.state.dynamo_plugin.to_kwargs())
     batches, items = timing.first_batches
 
     def step(model: torch.nn.Module) -> None:

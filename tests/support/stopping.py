@@ -17,10 +17,7 @@ from tests.support.waiting import PATIENCE, wait_for
 
 @dataclass
 class Run:
-    """A training in processes of its own, to be told to stop in the middle.
-
-    `starter` is what starts the script.
-    """
+    """`starter` is what starts the script."""
 
     flags: list[str]
     output: Path

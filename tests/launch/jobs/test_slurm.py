@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
@@ -23,15 +22,13 @@ import pytest
 from launch.host.processes import free_port
 from tests.support.running import Outcome, losses, read_record, run, train_here
 from tests.support.slow_model import write_model_with
-from tests.support.waiting import PATIENCE, wait_for
+from tests.support.waiting import PATIENCE, T, wait_for
 
 _INSTALLED = all(map(shutil.which, ("slurmctld", "slurmd")))
 # In CI it must be there: a missing daemon then fails the tests.
 pytestmark = pytest.mark.skipif(
     not _INSTALLED and not os.environ.get("CI"), reason="needs Debian's slurmctld, slurmd and slurm-client"
 )
-
-T = TypeVar("T")
 
 STEPS = "--learning_rate 1e-3 --logging_steps 1 --save_steps 1000 --max_length 64".split()
 APPTAINER = """\

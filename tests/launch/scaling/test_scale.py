@@ -18,11 +18,10 @@ from tests.support.running import ROOT, losses, model_flags, run, train_here
 from tests.support.slow_model import write_model_with
 
 LINK = "3mbit"
-Measured = Callable[..., Timing]
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_model, texts, tmp_path_factory) -> Measured:
+def measured(tiny_model, texts, tmp_path_factory) -> Callable[..., Timing]:
     model = tmp_path_factory.mktemp("paced") / "model"
     write_model_with(emulated.PAUSE, model, tiny_model)
     return lambda processes, batch, *flags, **where: emulated.timing(model, texts, processes, batch, *flags, **where)

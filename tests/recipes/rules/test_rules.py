@@ -12,13 +12,13 @@ from recipes.rules.check import RULES, check
 from recipes.rules.facts import Rule
 from recipes.run.files import shipped
 from tests.recipes.rules import test_data_and_model, test_engine, test_table, test_training
+from tests.support.real_failures import BY_NAME
 from tests.support.runs import A100, CPU, H100, T4, machine, resolved
 
 SUBJECTS = (test_table, test_training, test_engine, test_data_and_model)
 CASES = {name: runs for subject in SUBJECTS for name, runs in subject.CASES.items()}
 ALSO_FIRES = [case for subject in SUBJECTS for case in getattr(subject, "ALSO_FIRES", ())]
 LEGAL_AFTER_ALL = [case for subject in SUBJECTS for case in getattr(subject, "LEGAL_AFTER_ALL", ())]
-BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def test_every_rule_in_the_rules_folder_is_collected_under_a_unique_name():

@@ -31,7 +31,7 @@ def test_a_plan_needs_either_a_gpu_or_the_memory_of_one(card):
 # --- What is recommended --------------------------------------------------------------------------
 
 
-def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
+def as_printed(command, card=SMALL_CARD, world=1):
     """The run of a printed command, which is legal, and its plan at its own micro-batch."""
     words = shlex.split(command.removeprefix("pip install liger-kernel && "))
     assert words[:2] == ["recipes", "train"] and words[words.index("--num_processes") + 1] == str(world)
@@ -43,7 +43,7 @@ def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
     place = here(world, engine, hardware=hardware, environment={}, trained_by="nobody", packages=frozenset())
     run = resolve(words[words.index("--recipe") :], place)
     assert not [problem for problem in check(run) if problem.severity == "error"], command
-    return run, Planner(estimator_of(config), round(card * 1e9)).at(run, run.batch.micro)
+    return run, Planner(estimator_of(LARGE), round(card * 1e9)).at(run, run.batch.micro)
 
 
 @pytest.mark.parametrize("memory", [3.25, 8])
@@ -97,10 +97,10 @@ WIDE = LlamaConfig(
 )
 
 
-def of_evaluation(batch, gpu_memory=20):
+def of_evaluation(batch):
     own = ["--eval_strategy", "steps", "--per_device_eval_batch_size", str(batch)] if batch else []
     argv = ["--max_length", "2048", "--per_device_train_batch_size", "1", *own]
-    return planned(*argv, config=WIDE, recipe="standard", gpu_memory=gpu_memory)
+    return planned(*argv, config=WIDE, recipe="standard", gpu_memory=20)
 
 
 def test_plan_replaces_an_eval_batch_whose_peak_memory_does_not_fit_by_the_largest_that_fits():

@@ -125,7 +125,7 @@ FAMILIES = {
 }
 
 
-def of_real_model(config, case: Case, padding: int = 8) -> int:
+def of_real_model(config, case: Case) -> int:
     """Peak bytes of a real forward and backward, of which nothing is replaced."""
     classifies = case.task == "sequence_classification"
     auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
@@ -135,7 +135,7 @@ def of_real_model(config, case: Case, padding: int = 8) -> int:
     ids = torch.ones(case.batch, case.length, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": torch.zeros(case.batch, dtype=torch.long) if classifies else ids.clone()}
     inputs["attention_mask"] = torch.ones_like(ids)
-    inputs["attention_mask"][:, case.length - padding :] = 0
+    inputs["attention_mask"][:, -8:] = 0
 
     def micro_batch():
         with torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext():

@@ -22,12 +22,12 @@ ZERO_2 = {"zero_optimization": {"stage": 2}}
 BASELINE = "--recipe baseline"
 
 
-def gpus(*lines: str, argv: str = "") -> Run:
-    return Run(argv, yaml=fsdp("fsdp_version: 2", *lines), hardware=TWO_GPUS)
+def gpus(line: str) -> Run:
+    return Run(yaml=fsdp("fsdp_version: 2", line), hardware=TWO_GPUS)
 
 
-def gpus_in(world: int, **sizes) -> Run:
-    return Run(yaml=groups(**sizes), hardware=TWO_GPUS, world=world)
+def in_groups(**sizes) -> Run:
+    return Run(yaml=groups(**sizes), hardware=TWO_GPUS, world=4)
 
 
 def scheduler(**section) -> Run:
@@ -56,9 +56,8 @@ BY_ARGUMENTS = [
 BY_FSDP = [
     (Run("--fsdp zero3", world=2), "fsdp", "Unknown `fsdp` option: zero3"),
     (gpus("fsdp_state_dict_type: LOCAL_STATE_DICT"), "fsdp_state_dict_type", "does not support LOCAL_STATE_DICT"),
-    (Run(yaml=groups(dp_shard=0), hardware=TWO_GPUS, world=2), "parallelism_config_dp_shard_size",
-     "dp_shard_size must be at least 1"),
-    (gpus_in(4, dp_replicate=2, dp_shard=4), "parallelism_config", "total_size (8) does not match num_processes (4)"),
+    (in_groups(dp_shard=0), "parallelism_config_dp_shard_size", "dp_shard_size must be at least 1"),
+    (in_groups(dp_replicate=2, dp_shard=4), "parallelism_config", "total_size (8) does not match num_processes (4)"),
     (Run(yaml=groups("MULTI_GPU", dp_shard=2), world=2), "parallelism_config", "but got DistributedType.MULTI_CPU"),
 ]  # fmt: skip
 BY_DEEPSPEED = [
@@ -172,7 +171,7 @@ LEFT_OUT_RIGHTLY = [
         f"{DS} --learning_rate 3e-3",
         files={"ds.json": {**adam()["ds.json"], **warmup(warmup_max_lr="auto", warmup_num_steps="auto")["ds.json"]}},
     ),
-    gpus_in(4, dp_replicate=2, dp_shard=2),
+    in_groups(dp_replicate=2, dp_shard=2),
     # Configured by the training before its arguments.
     Run('--accelerator_config {"use_configured_state":true}'),
     # Processes that share a model count each.

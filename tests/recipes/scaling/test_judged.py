@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 
-import pytest
-
-from recipes.scaling.analyse import Series, Size, analyse
+from recipes.scaling.analyse import Size, analyse
 from recipes.scaling.causes import CAUSES as NAMED
 from recipes.scaling.timings import Timing
 from tests.support.simulated import Training, measured, train
@@ -193,25 +191,19 @@ def _zero_like(row: Timing) -> Timing:
     return replace(row, backward=backward, other=0.0, engine="deepspeed", **hidden)
 
 
-def strong(rows) -> Series:
-    return next(series for series in analyse(rows) if series.scaling == "strong")
-
-
-@pytest.fixture(scope="module")
-def verdicts():
-    """Each case with its largest size and its outcome."""
-    found = [(case, strong(case.rows).sizes[-1]) for case in cases(of_each=4)]
-    return [(case, size, case.outcome(size)) for case, size in found]
-
-
-def test_at_least_98_percent_of_simulated_verdicts_are_right_or_rightly_undecided(verdicts):
+def test_at_least_98_percent_of_simulated_verdicts_are_right_or_rightly_undecided():
     """And to be undecided is no way out: where every part was measured it is rare."""
-    for case, size, outcome in verdicts:
+    verdicts = []
+    for case in cases(of_each=4):
+        strong = next(series for series in analyse(case.rows) if series.scaling == "strong")
+        size = strong.sizes[-1]
+        outcome = case.outcome(size)
+        verdicts.append((case, outcome))
         if outcome in ("wrong", "timid"):
             print(f"{outcome}: {case.kind} {case.seed}, {case.noise:.0%} noise, {case.first}: {size.losses}")
-    outcomes = Counter(outcome for *_, outcome in verdicts)
+    outcomes = Counter(outcome for _, outcome in verdicts)
     print(f"{len(verdicts)} trainings: {dict(outcomes)}")
     assert {*CAUSES, "hidden"} == set(NAMED) and len(verdicts) >= 240
     assert outcomes["right"] + outcomes["undecided"] >= 0.98 * len(verdicts), outcomes
-    measured_whole = Counter(outcome for case, _, outcome in verdicts if case.kind not in HIDDEN)
+    measured_whole = Counter(outcome for case, outcome in verdicts if case.kind not in HIDDEN)
     assert measured_whole["right"] >= 0.9 * measured_whole.total()

@@ -324,14 +324,10 @@ def summary_tex(found: Findings) -> str:
         style = cells.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
         style.set_table_styles([{"selector": f"{rule}rule", "props": ":hline;"} for rule in ("top", "mid", "bottom")])
         title = re.sub(r"([&%$#_{}])", r"\\\1", re.sub(r"[\\^~]", " ", series.title))
-        lines.append(
-            style.to_latex(
-                column_format="r" * len(cells.columns),
-                position="htbp",
-                position_float="centering",
-                caption=f"{title}: the median time, with quartiles in brackets if there are repeats. Speedup and "
-                "efficiency are relative to the smallest number of processes.",
-                label=f"tab:scaling-{number}" if number > 1 else "tab:scaling",
-            ).replace(r"\centering", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}")
-        )
+        caption = f"{title}: the median time, with quartiles in brackets if there are repeats. Speedup and efficiency "
+        caption += "are relative to the smallest number of processes."
+        label = f"tab:scaling-{number}" if number > 1 else "tab:scaling"
+        place = {"column_format": "r" * len(cells.columns), "position": "htbp", "position_float": "centering"}
+        table = style.to_latex(caption=caption, label=label, **place)
+        lines.append(table.replace(r"\centering", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}"))
     return "\n".join(lines)

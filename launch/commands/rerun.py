@@ -48,7 +48,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     yaml = options.accelerate_config or _yaml(record, processes)
     run = resolve(words, here(processes, accelerate_config=yaml))
 
-    here_now = recorded.plain(started(run, run.world_size, yaml=yaml))
+    here_now = recorded.plain(started(run, yaml=yaml))
     if record.get("engine") != run.engine.title:
         here_now["engine"] = run.engine_title
     rows = [row for row in differences([record, here_now]) if _matters(row, record, run)]

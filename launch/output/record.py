@@ -209,7 +209,7 @@ def kept_record(
     Then the other rank writes out_of_memory.json, from which rank 0 learns the status.
     """
     results: Json = {}
-    content, kept = started(run, world.size, data_commit), earlier.kept
+    content, kept = started(run, data_commit), earlier.kept
     content |= {**about_data, **kept, "settings": content["settings"] | kept.get("settings", {})}
     content["run"] = earlier.identity
     session = {name: content[name] for name in ("started", "world_size", "versions")} | {"from_step": earlier.step}
@@ -267,7 +267,7 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
 # --- The fields of a record -----------------------------------------------------------------------
 
 
-def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml: str | None = None) -> Json:
+def started(run: RunSpec, data_commit: str | None = None, yaml: str | None = None) -> Json:
     """Return the record of a run that begins now, without secrets: its settings, and everything
     else that the run depends on. `data_commit` is the commit of data from the Hub. `yaml` is the
     Accelerate YAML of a run that is not launched yet.
@@ -280,7 +280,7 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml:
         "status": "running",
         "recipe": run.recipe.name,
         "engine": run.engine.title,
-        "world_size": world_size,
+        "world_size": run.world_size,
         "local_world_size": run.local_world_size,
         "data_parallel_size": run.batch.data_parallel,
         "started": now(),

@@ -55,7 +55,7 @@ def test_a_malformed_yaml_or_json_file_is_named_and_refused(file, content, comma
 
 @pytest.mark.parametrize("name", ["cut off", "another encoding", "no settings", "no status"])
 def test_compare_diff_rerun_and_show_exit_with_2_and_name_a_damaged_run_json(name, refused):
-    record = {**started(resolve(["--recipe", "baseline"]), 1), "status": "finished"}
+    record = {**started(resolve(["--recipe", "baseline"])), "status": "finished"}
     content = {
         "cut off": b'{"status": "finished", "settings": {',
         "another encoding": b"\xff\xfe",

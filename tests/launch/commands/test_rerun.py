@@ -37,7 +37,7 @@ def recorded(folder: Path, *flags: str, launcher: str = "", yaml: Path | None = 
         [*MATERIAL, "--output_dir", folder.name, *flags],
         here(processes, hardware=read_hardware(), accelerate_config=str(engine)),
     )
-    content = record.started(run, processes) | {"status": "finished", "launcher": launcher.split()}
+    content = record.started(run) | {"status": "finished", "launcher": launcher.split()}
     if yaml:
         content["accelerate_config"] = str(yaml)
         content["files"][str(yaml)] = yaml.read_text()

@@ -35,7 +35,7 @@ WRITTEN = {
 
 def recorded(folder: Path, run) -> str:
     """The run.json of a run, as train.py writes it."""
-    record.write(folder, record.started(run, run.world_size))
+    record.write(folder, record.started(run))
     return str(folder / "run.json")
 
 

@@ -52,6 +52,8 @@ MISTAKES = {
     "scale run --fit_only": "--fit_only: is set by `recipes scale run`",
     "scale run --learning_rat 1": "--learning_rate",
     "scale run --apply": "first run `recipes scale run",
+    "status": "no run was submitted or started in outputs",
+    "logs": "no run was submitted or started in outputs",
     "submit slurm -- --lerning_rate 1": "learning_rate",
     "submit slurm --nodes 3 -- --global_batch_size 16": "--global_batch_size 15 or 18",
     "submit slurm --recipe baseline --nodes 2": "--recipe standard",

@@ -3,6 +3,7 @@
 Apptainer is not installed here: a stand-in runs the command on the PATH of an image.
 """
 
+import contextlib
 import getpass
 import itertools
 import json
@@ -102,10 +103,8 @@ class Cluster:
 
     def stop(self) -> None:
         for file in self.folder.glob("*.pid"):
-            try:
+            with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(file.read_text()), signal.SIGTERM)
-            except (ProcessLookupError, ValueError):
-                continue
 
     def run(self, *words: str) -> str:
         environment = {**os.environ, **self.environment}

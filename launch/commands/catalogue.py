@@ -22,8 +22,7 @@ def show_where(options: argparse.Namespace, rest: list[str]) -> int:
     from launch.jobs.job import SCRIPT
     from recipes.run.files import shipped
 
-    engines = sorted(shipped("fast.yaml").parent.glob("*.yaml"))
-    jobs = sorted(shipped("fast.yaml", "azureml").parent.glob("*.yaml"))
-    rows = [[path.name, str(path)] for path in [SCRIPT, *engines]]
-    print_table(["name", "path"], [*rows, *([f"azureml/{path.name}", str(path)] for path in jobs)])
+    files = {path.name: path for path in (SCRIPT, *sorted(shipped("").glob("*.yaml")))}
+    files |= {f"azureml/{path.name}": path for path in sorted(shipped("", "azureml").glob("*.yaml"))}
+    print_table(["name", "path"], [[name, str(path)] for name, path in files.items()])
     return 0

@@ -290,8 +290,7 @@ def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = Fals
 def results(records: list[Json]) -> dict[str, list[float | None]]:
     """Map the name of each loss, metric, speed and memory to a list: its value in each run."""
     numbers = [_numbers(record) for record in records]
-    evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
-    metrics = sorted(filter(is_figure, evaluated))
+    metrics = sorted({name for found in numbers for name in found if name.startswith("eval_") and is_figure(name)})
     names = [*_RESULTS, *metrics, "exchanges_per_step", *_COSTS]
     table = {name: [found.get(name) for found in numbers] for name in names}
     return {name: values for name, values in table.items() if any(value is not None for value in values)}

@@ -25,7 +25,7 @@ from launch.terminal import console, print_note
 from recipes.errors import UserError, mistake, raise_errors
 from recipes.rules.probe import probe_in_child
 from recipes.run import with_flags
-from recipes.run.files import existing_path, nearest, read_json, read_yaml
+from recipes.run.files import existing_path, nearest, read_yaml
 
 TARGETS: dict[str, type[Target]] = {"local": Local, "slurm": Slurm, "azureml": Azure}
 
@@ -157,7 +157,7 @@ def from_site(site: Mapping[str, Any]) -> str:
 def submitted(folder: Path) -> Submission | None:
     """Return the last submission; None if its record is missing, damaged or names no target."""
     with contextlib.suppress(TypeError):  # a field is missing or unknown
-        submission = Submission(**(read_json(folder / NAME)[0] or {}))
+        submission = Submission(**record.read(folder, NAME))
         return submission if submission.target in TARGETS else None
     return None
 

@@ -32,7 +32,6 @@ import xxhash
 from launch.host.files import flush, share
 from launch.output import record
 from recipes.run import Json
-from recipes.run.files import read_json
 from recipes.run.fingerprints import MODEL_FILES
 
 MANIFEST = "manifest.json"
@@ -212,7 +211,7 @@ def inspect(path: Path, run: Json | None = None) -> Checkpoint:
         names = listed(path)
         if found := _faults(path, names):
             return Checkpoint(path, _step(path), tuple(found))
-        return Checkpoint(path, _state(path)["global_step"], notes=tuple(_notes(path, names)))
+        return Checkpoint(path, record.read(path, STATE)["global_step"], notes=tuple(_notes(path, names)))
     except Exception as error:  # a damaged file may hold any byte
         return Checkpoint(path, _step(path), (f"cannot be read ({type(error).__name__}: {error})",))
 
@@ -232,7 +231,7 @@ def _faults(path: Path, names: list[str]) -> list[str]:
         found = [f"{MANIFEST} is damaged"]
     if found:
         return found
-    step = _state(path).get("global_step")
+    step = record.read(path, STATE).get("global_step")
     if not isinstance(step, int):
         return [f"{STATE} is not a Trainer state"]
     return [] if _number(path) in (None, step) else [f"{STATE} belongs to step {step}"]
@@ -264,10 +263,6 @@ def _notes(path: Path, names: list[str]) -> list[str]:
     if not (path / MANIFEST).exists():
         result.append(f"{path.name} has no {MANIFEST}: it was checked only in part, damaged weights may go unnoticed")
     return result
-
-
-def _state(path: Path) -> Json:
-    return read_json(path / STATE)[0] or {}
 
 
 def _step(path: Path) -> int:

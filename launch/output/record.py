@@ -153,16 +153,16 @@ class Earlier:
 # --- Reading and writing --------------------------------------------------------------------------
 
 
-def read(folder: str | Path) -> Json:
-    """Return the record in a folder; empty if the record is missing or is not readable JSON."""
-    return read_json(Path(folder) / NAME)[0] or {}
+def read(folder: str | Path, name: str = NAME) -> Json:
+    """Return the record, or another JSON file, in a folder; empty if missing or not readable."""
+    return read_json(Path(folder) / name)[0] or {}
 
 
 def intact(folder: str | Path, name: str = NAME) -> Json:
     """Return run.json or a manifest without the checksum; empty if it is missing or any bit has
     changed, because a damaged record cannot show what was trained, or by which run.
     """
-    found = read_json(Path(folder) / name)[0] or {}
+    found = read(folder, name)
     return found if found.pop("checksum", None) == _checksum_of(found) else {}
 
 

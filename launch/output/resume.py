@@ -31,7 +31,6 @@ from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.rules.table import BY_METRIC, setting_is_read
 from recipes.run import BEST_MODEL, Json, RunSpec, fingerprints
-from recipes.run.files import read_json
 from recipes.scaling.timings import require_room
 
 # --- The folder -----------------------------------------------------------------------------------
@@ -215,7 +214,7 @@ def _from(
     """
     name, done = "max_steps", float(checkpoint.step)
     if run["max_steps"] <= 0:
-        name, done = "num_train_epochs", round((read_json(checkpoint.path / STATE)[0] or {}).get("epoch") or 0, 2)
+        name, done = "num_train_epochs", round(record.read(checkpoint.path, STATE).get("epoch") or 0, 2)
     if done - done / checkpoint.step >= run[name]:  # the model would pass for that of a shorter training
         what = f"{checkpoint.path.name} has trained {done:g} {name.split('_')[-1]} already, more than {run[name]:g}"
         have_it = f"use --max_steps {checkpoint.step} to get the checkpoint's model"

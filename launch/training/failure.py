@@ -26,7 +26,6 @@ from launch.terminal import console, memory_size, print_note, print_problems
 from recipes.errors import Failure, StreamBroke, UserError, one_line
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
-from recipes.run.files import read_json
 
 # Printed if no attempt is left, here or in --fit. These ways change training, engine or machine.
 OTHER_WAYS = (
@@ -193,7 +192,7 @@ def _in_words(run: RunSpec, attempt: Json, checkpoint: str | None) -> str:
 
 def next_flags(folder: Path) -> Json | None:
     """Return the flags of the next attempt after the run in `folder`; None if there is none."""
-    flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
+    flags = record.read(folder, OUT_OF_MEMORY).get("next")
     return flags if isinstance(flags, dict) else None
 
 

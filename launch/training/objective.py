@@ -62,19 +62,14 @@ def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 # --- Metrics --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """Computes the metrics of `recipes.run.metrics`, for `Trainer(compute_metrics=...)`."""
-
-    problem_type: str
-
-    def __call__(self, prediction) -> dict[str, float]:
-        logits, labels = _joined(prediction.predictions), _joined(prediction.label_ids)
-        if self.problem_type == "regression":
-            return _of_numbers(logits, labels.reshape(logits.shape))
-        if self.problem_type == "multi_label_classification":
-            return _of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # logit 0 is probability 0.5
-        return _of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
+def metrics_of(problem_type: str, prediction) -> dict[str, float]:
+    """Compute the metrics of `recipes.run.metrics`, for `Trainer(compute_metrics=...)`."""
+    logits, labels = _joined(prediction.predictions), _joined(prediction.label_ids)
+    if problem_type == "regression":
+        return _of_numbers(logits, labels.reshape(logits.shape))
+    if problem_type == "multi_label_classification":
+        return _of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # logit 0 is probability 0.5
+    return _of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
 
 
 def _of_classes(predicted: np.ndarray, right: np.ndarray, averages: tuple[str, ...]) -> dict[str, float]:

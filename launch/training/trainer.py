@@ -37,7 +37,7 @@ from launch.training.batches import Places, examples_in_last_round, set_epoch, t
 from launch.training.callbacks import Progress, StepTiming, StopOnNotANumber, StoppedInEvaluation, StopWhenRequested
 from launch.training.failure import NotANumber, only_noted
 from launch.training.model import parameter_count
-from launch.training.objective import MeanOverExamples, Metrics, countable, filler
+from launch.training.objective import MeanOverExamples, countable, filler, metrics_of
 from recipes.errors import Failure, mistake, one_line
 from recipes.rules.training import pushed_to
 from recipes.run import Json, RunSpec, Settings
@@ -475,7 +475,7 @@ def build_trainer(
         eval_dataset=data.eval,
         data_collator=data.collator_for(model.config._attn_implementation),
         processing_class=tokenizer,
-        compute_metrics=Metrics(kind) if kind else None,
+        compute_metrics=partial(metrics_of, kind) if kind else None,
         compute_loss_func=MeanOverExamples(kind, args.label_smoothing_factor) if kind else None,
         callbacks=[StopOnNotANumber(), Progress(run, out)],
         run=run,

@@ -10,7 +10,7 @@ from sklearn import metrics as sklearn_metrics
 from transformers import BertConfig, BertForSequenceClassification
 
 from launch.data.encode import IGNORED
-from launch.training.objective import MeanOverExamples, Metrics, countable, filler
+from launch.training.objective import MeanOverExamples, countable, filler, metrics_of
 from recipes.run.metrics import METRICS, smaller_is_better
 from tests.support.models import SMALL
 
@@ -70,7 +70,7 @@ def figures(problem_type, predictions, labels):
     """Without any warning: scikit-learn's would stand between the lines of a training."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return Metrics(problem_type)(SimpleNamespace(predictions=predictions, label_ids=labels))
+        return metrics_of(problem_type, SimpleNamespace(predictions=predictions, label_ids=labels))
 
 
 @pytest.mark.parametrize("problem_type", METRICS)

@@ -1,7 +1,6 @@
 """The loss of a classifier, and the metrics of its evaluation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,35 +11,30 @@ from torch.nn import functional
 from launch.data.encode import IGNORED
 
 
-@dataclass(frozen=True)
-class MeanOverExamples:
+def mean_loss(
+    outputs, labels: torch.Tensor, num_items_in_batch=None, *, problem_type: str, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """A loss for `Trainer(compute_loss_func=...)`, in which each example of a global batch has the
     same weight, whatever its micro-batch.
 
     The `problem_type` selects the loss as in transformers: cross entropy, binary cross entropy or
-    squared error. The last two losses are averaged over an example's outputs.
+    squared error. The last two losses are averaged over an example's outputs. `label_smoothing` is
+    for cross entropy only.
     """
-
-    problem_type: str
-    label_smoothing: float = 0.0  # for cross entropy only
-
-    def __call__(self, outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
-        logits = outputs["logits"].float()
-        if self.problem_type == "single_label_classification":
-            total = functional.cross_entropy(
-                logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing
-            )
-        else:
-            total = self._of_numbers(logits, labels.reshape(logits.shape).float())
-        return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
-
-    def _of_numbers(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        counted, known = ~labels.isnan(), labels.nan_to_num()
-        if self.problem_type == "multi_label_classification":
+    logits = outputs["logits"].float()
+    if problem_type == "single_label_classification":
+        total = functional.cross_entropy(
+            logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+        )
+    else:
+        numbers = labels.reshape(logits.shape).float()
+        counted, known = ~numbers.isnan(), numbers.nan_to_num()
+        if problem_type == "multi_label_classification":
             losses = functional.binary_cross_entropy_with_logits(logits, known, reduction="none")
         else:
             losses = functional.mse_loss(logits, known, reduction="none")
-        return (losses * counted).mean(dim=-1).sum()
+        total = (losses * counted).mean(dim=-1).sum()
+    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 def filler(labels: torch.Tensor) -> float:

@@ -37,7 +37,7 @@ from launch.training.batches import Places, examples_in_last_round, set_epoch, t
 from launch.training.callbacks import Progress, StepTiming, StopOnNotANumber, StoppedInEvaluation, StopWhenRequested
 from launch.training.failure import NotANumber, only_noted
 from launch.training.model import parameter_count
-from launch.training.objective import MeanOverExamples, countable, filler, metrics_of
+from launch.training.objective import countable, filler, mean_loss, metrics_of
 from recipes.errors import Failure, mistake, one_line
 from recipes.rules.training import pushed_to
 from recipes.run import Json, RunSpec, Settings
@@ -465,6 +465,7 @@ def build_trainer(
     if args.hub_token is not None:  # else Trainer writes it into training_args.bin; the model is loaded already
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
     kind = data.problem_type  # None for a language model
+    loss = partial(mean_loss, problem_type=kind, label_smoothing=args.label_smoothing_factor) if kind else None
     any_world = None
     if run.engine.kind == "deepspeed":
         any_world = AnyWorld(Path(run["output_dir"]), world, run.batch.data_parallel, partial(print_note, out=out))
@@ -476,7 +477,7 @@ def build_trainer(
         data_collator=data.collator_for(model.config._attn_implementation),
         processing_class=tokenizer,
         compute_metrics=partial(metrics_of, kind) if kind else None,
-        compute_loss_func=MeanOverExamples(kind, args.label_smoothing_factor) if kind else None,
+        compute_loss_func=loss,
         callbacks=[StopOnNotANumber(), Progress(run, out)],
         run=run,
         any_world=any_world,

@@ -10,7 +10,7 @@ from sklearn import metrics as sklearn_metrics
 from transformers import BertConfig, BertForSequenceClassification
 
 from launch.data.encode import IGNORED
-from launch.training.objective import MeanOverExamples, countable, filler, metrics_of
+from launch.training.objective import countable, filler, mean_loss, metrics_of
 from recipes.run.metrics import METRICS, smaller_is_better
 from tests.support.models import SMALL
 
@@ -37,7 +37,7 @@ def case(request):
 
 def loss(case, start=0, stop=6, items=None):
     problem_type, _, logits, labels = case
-    return MeanOverExamples(problem_type)({"logits": logits[start:stop]}, labels[start:stop], items).item()
+    return mean_loss({"logits": logits[start:stop]}, labels[start:stop], items, problem_type=problem_type).item()
 
 
 def test_classification_losses_of_uneven_micro_batches_add_up_to_the_full_batch_loss(case):
@@ -50,7 +50,7 @@ def test_filler_examples_of_a_batch_add_no_loss_and_no_gradient(case):
     logits = logits.clone().requires_grad_()
     filled = labels.clone()
     filled[4:] = filler(labels)
-    masked = MeanOverExamples(problem_type)({"logits": logits}, filled, 4)
+    masked = mean_loss({"logits": logits}, filled, 4, problem_type=problem_type)
     assert masked.item() == pytest.approx(loss(case, 0, 4), rel=1e-6)
     masked.backward()
     assert torch.isfinite(logits.grad).all() and not logits.grad[4:].any()

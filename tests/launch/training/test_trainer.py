@@ -1,6 +1,7 @@
 """RecipeTrainer: what reaches DDP, what is counted, and that it does not wait for the device."""
 
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from launch.host.world import World
 from launch.terminal import console
 from launch.training.callbacks import Progress, StepTiming
 from launch.training.model import load_model, load_tokenizer
-from launch.training.objective import MeanOverExamples
+from launch.training.objective import mean_loss
 from launch.training.trainer import RecipeTrainer, build_trainer
 from recipes import standard
 from recipes.errors import UserError
@@ -160,7 +161,7 @@ def test_the_eval_loss_is_a_mean_over_tokens_unlike_that_of_plain_trainer(tiny_m
 
 
 def test_a_regression_label_of_minus_100_is_counted_unlike_in_plain_trainer(trainer):
-    trainer.compute_loss_func = MeanOverExamples("regression")
+    trainer.compute_loss_func = partial(mean_loss, problem_type="regression")
     batch = {"labels": torch.tensor([-100.0, 1.0])}
     assert Trainer._get_num_items_in_batch(trainer, [batch], torch.device("cpu")) == 1
     assert trainer._get_num_items_in_batch([batch], torch.device("cpu")) == 2

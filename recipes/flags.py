@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
-def flag(default, help: str):
-    """Declare a field with its help text."""
-    return field(default=default, metadata={"help": help})
+def flag(default, help: str, **more):
+    """Declare a field with its help text, and `more` metadata, such as choices."""
+    return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from launch.host.secrets import refuse_tokens, without_secrets
 from launch.output.submission import Submission
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
+from recipes.flags import flag
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, resolve, with_fit, with_flags
 from recipes.run.engine import from_yaml
@@ -153,7 +154,7 @@ def arguments(job: Job) -> list[str]:
 
 def one_of(choices: str, help: str, default: str | None = None) -> Any:
     """Declare a target's flag whose value is one of the words in `choices`."""
-    return field(default=default, metadata={"choices": tuple(choices.split()), "help": help})
+    return flag(default, help, choices=tuple(choices.split()))
 
 
 @dataclass(frozen=True)

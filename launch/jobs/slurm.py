@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.flags import whole
@@ -127,9 +127,7 @@ class Slurm(Target):
         (), "SRC[:DST[:FLAGS]] to mount, besides folders that the run names, the home folder and the current one"
     )
     signal_seconds: int = flag(120, "tell the run to save and stop this many seconds before the time limit [120]")
-    max_restarts: int = field(
-        default=10, metadata={"help": "how often a preempted or timed-out run is requeued [10]", "type": whole}
-    )
+    max_restarts: int = flag(10, "how often a preempted or timed-out run is requeued [10]", type=whole)
 
     @property
     def python(self) -> str:

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from unittest.mock import patch
 from launch.host.processes import answer, ask, request
 from launch.host.world import World
 from launch.output.checkpoints import manifest_of
-from launch.terminal import memory_size, plural
+from launch.terminal import console, memory_size, plural, print_note
 from recipes.errors import Failure, mistake
 
 if TYPE_CHECKING:
@@ -78,13 +78,12 @@ class AnyWorld:
     """Reads DeepSpeed's checkpoints, whatever number of processes has written them.
 
     `ranks` is the number of processes, or groups of processes, that share the optimizer now.
-    `folder` holds converted copies while they are needed. `say` prints a line for a person.
+    `folder` holds converted copies while they are needed.
     """
 
     folder: Path
     world: World
     ranks: int
-    say: Callable[[str], None]
 
     def prepare(self, checkpoint: Path | None) -> None:
         """Convert the checkpoint, if the present number of processes cannot read it as it is.
@@ -103,10 +102,8 @@ class AnyWorld:
             return
         source, copy = checkpoint / (checkpoint / "latest").read_text().strip(), self._copy(checkpoint)
         size = sum(file.stat().st_size for file in source.iterdir())
-        self.say(
-            f"{checkpoint.name} is converted from {shards(checkpoint)} to {self.ranks} data-parallel ranks, "
-            f"which takes about {memory_size(3 * size)} of disk space for a while"
-        )
+        what = f"{checkpoint.name} is converted from {shards(checkpoint)} to {self.ranks} data-parallel ranks"
+        print_note(f"{what}, which takes about {memory_size(3 * size)} of disk space for a while", console())
         copy.mkdir(exist_ok=True)
         with ask(__name__, [[str(source), str(copy / source.name)]]) as (child,):
             while child.process.poll() is None:

@@ -468,7 +468,7 @@ def build_trainer(
     loss = partial(mean_loss, problem_type=kind, label_smoothing=args.label_smoothing_factor) if kind else None
     any_world = None
     if run.engine.kind == "deepspeed":
-        any_world = AnyWorld(Path(run["output_dir"]), world, run.batch.data_parallel, partial(print_note, out=out))
+        any_world = AnyWorld(Path(run["output_dir"]), world, run.batch.data_parallel)
     trainer = RecipeTrainer(
         model=model,
         args=args,

@@ -13,8 +13,9 @@ from launch.flags import whole
 from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Target, arguments, launch_words, preflight_command
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
-from recipes.errors import Problem, mistake
+from recipes.errors import mistake
 from recipes.flags import flag
+from recipes.rules.facts import advice
 from recipes.run import here
 from recipes.run.files import expanded
 from recipes.run.hardware import Hardware
@@ -142,13 +143,13 @@ class Slurm(Target):
             raise mistake("gpus_per_node", what, "--gpus_per_node 4, or a100:4")
         gpus = int(found[1])
         processes = processes or max(1, gpus)
-        words = None
+        out = console(stderr=True)
         if not gpus:
-            words = "gpus_per_node", "is not given, so the job has no GPU and trains on CPU cores", "--gpus_per_node 4"
+            what = "is not given, so the job has no GPU and trains on CPU cores"
+            print_problems([advice("gpus_per_node", what, "--gpus_per_node 4")], out)
         elif not self.cpus_per_task:
             what = "is not given, so the cluster decides how many cores load data, often one"
-            words = "cpus_per_task", what, f"--cpus_per_task {8 * processes}"
-        print_problems([Problem(*words, severity="advice")] if words else [], console(stderr=True))
+            print_problems([advice("cpus_per_task", what, f"--cpus_per_task {8 * processes}")], out)
         hardware = Hardware((ASSUMED_GPU,) * gpus, self.cpus_per_task or processes, liger=read_hardware().liger)
         packages = None if self.python == sys.executable else frozenset[str]()
         return here(nodes * processes, accelerate_config, processes, hardware=hardware, packages=packages)

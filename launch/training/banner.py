@@ -21,8 +21,7 @@ from launch.terminal import console, duration, memory_size, plural, print_note, 
 from launch.training.failure import only_noted
 from recipes import legal
 from recipes.catalog import RECIPES
-from recipes.errors import Problem
-from recipes.rules.facts import mixed_precision
+from recipes.rules.facts import advice, mixed_precision
 from recipes.run import FIT, Json, RunSpec, shown
 from recipes.run.metrics import METRICS
 
@@ -104,11 +103,11 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
         fix = "lower --global_batch_size" + ", or --packing false" * (run["packing"] and not is_joined)
         steps = plural(-(-rows // run.batch.total), "step")
         what = f"is {run.batch.total}, so an epoch of {plural(rows, kind)} has only {steps}"
-        print_problems([Problem("global_batch_size", what, fix, severity="advice")], out)
+        print_problems([advice("global_batch_size", what, fix)], out)
     if run.local_world_size < len(run.hardware.gpus):
         what = f"uses only {run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')}"
         fix = f"--num_processes {len(run.hardware.gpus) * run.world_size // run.local_world_size}"
-        print_problems([Problem("num_processes", what, fix, severity="advice")], out)
+        print_problems([advice("num_processes", what, fix)], out)
 
 
 def _changed(run: RunSpec) -> Iterable[str]:

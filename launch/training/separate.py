@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from launch.data.batches import Stack
 from recipes.errors import Problem, mistake
 from recipes.quiet import silence
+from recipes.rules.facts import advice
 from recipes.run import RunSpec, Settings
 
 _FIRST, _SECOND = 5, 7  # tokens of the two examples, so that a block of 2, 4 or 8 tokens holds tokens of both
@@ -46,7 +47,7 @@ def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunS
     if run.explicit("packing"):
         raise mistake("packing", reason, "--packing false; or, to join the examples anyway, --packing_strategy wrapped")
     fix = "to join the examples anyway, set --packing_strategy wrapped"
-    return run.limited("packing", False, reason), [Problem("packing", f"is off: {reason}", fix, severity="advice")]
+    return run.limited("packing", False, reason), [advice("packing", f"is off: {reason}", fix)]
 
 
 def _twin_mixes(run: Settings, config: PreTrainedConfig) -> bool | None:

@@ -92,11 +92,6 @@ def manifest_of(folder: Path) -> Json:
     return record.intact(folder, MANIFEST)
 
 
-def is_committed(folder: Path) -> bool:
-    """True if the manifest marks the checkpoint as complete. The files are not checked."""
-    return manifest_of(folder).get("files") is not None
-
-
 def is_foreign(folder: Path, run: Json | None) -> bool:
     """True if another run than `run` wrote the checkpoint; False if either run is unknown."""
     writer = manifest_of(folder).get("run")
@@ -196,11 +191,12 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
     """Return the newest complete checkpoint of the folder's run, or None. Only the manifests are
-    read. A resume also checks the files; here there may be no time to read them.
+    read, in which `commit` lists the files. A resume also checks the files; here there may be no
+    time to read them.
     """
     run = record.intact(output_dir).get("run")
     own = (path for path in numbered(output_dir) if not is_foreign(path, run))
-    return next((path for path in own if is_committed(path)), None)
+    return next((path for path in own if manifest_of(path).get("files") is not None), None)
 
 
 def inspect(path: Path, run: Json | None = None) -> Checkpoint:

@@ -69,13 +69,14 @@ def test_every_checkpoint_file_is_flushed_to_disk_before_the_manifest_is_committ
     """A machine that crashes loses what was not flushed, and `rotate` deletes after `commit`."""
     flush, seen = checkpoints.flush, []
     monkeypatch.setattr(
-        checkpoints, "flush", lambda path: seen.append((path, checkpoints.is_committed(checkpoint))) or flush(path)
+        checkpoints, "flush", lambda path: seen.append((path, manifest_of(checkpoint).get("files"))) or flush(path)
     )
     checkpoints.begin(checkpoint, 4, "one process", 1)
     checkpoints.commit(checkpoint, listed(checkpoint))
-    before = {path for path, is_committed in seen if not is_committed}
+    before = {path for path, files in seen if files is None}
     assert {checkpoint / name for name in listed(checkpoint)} | {checkpoint, checkpoint.parent} <= before
-    assert seen[-1] == (checkpoint, True)
+    path, files = seen[-1]
+    assert path == checkpoint and {*files} == {*listed(checkpoint)}
 
 
 def test_a_checkpoint_named_after_a_wrong_step_is_damaged_but_a_name_that_is_no_step_is_valid(checkpoint):

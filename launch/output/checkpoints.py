@@ -169,7 +169,7 @@ def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
 
 def numbered(output_dir: str | Path) -> list[Path]:
     """List the folders checkpoint-N in `output_dir`, newest first."""
-    found = (path for path in Path(output_dir).glob("checkpoint-*") if _number(path) is not None and path.is_dir())
+    found = (path for path in Path(output_dir).glob("checkpoint-*") if _step(path) >= 0 and path.is_dir())
     return sorted(found, key=_step, reverse=True)
 
 
@@ -230,7 +230,7 @@ def _faults(path: Path, names: list[str]) -> list[str]:
     step = record.read(path, STATE).get("global_step")
     if not isinstance(step, int):
         return [f"{STATE} is not a Trainer state"]
-    return [] if _number(path) in (None, step) else [f"{STATE} belongs to step {step}"]
+    return [] if _step(path) in (-1, step) else [f"{STATE} belongs to step {step}"]
 
 
 def _is_readable(file: Path) -> bool:
@@ -262,13 +262,9 @@ def _notes(path: Path, names: list[str]) -> list[str]:
 
 
 def _step(path: Path) -> int:
-    return _number(path) or 0
-
-
-def _number(path: Path) -> int | None:
-    """Return N of checkpoint-N, which may be 0; None if the folder has another name."""
+    """Return N of checkpoint-N, which may be 0; -1 if the folder has another name."""
     number = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    return int(number.group(1)) if number else None
+    return int(number.group(1)) if number else -1
 
 
 def model_notes(folder: Path, then: Json) -> list[str]:

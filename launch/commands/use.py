@@ -248,10 +248,11 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     with writing(output, "output", "choose another --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as beside:
+            whole_model = Path(beside, "whole")
             for part in (merged, tokenizer):  # the model with its generation config
-                part.save_pretrained(Path(beside, "whole"))
-            share(Path(beside, "whole").glob("*.safetensors"), Path(beside, "whole", "config.json"))
-            Path(beside, "whole").rename(output)
+                part.save_pretrained(whole_model)
+            share(whole_model / "config.json")
+            whole_model.rename(output)
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
     lines = [f"merged   {folder}, based on {base}", f"checked  logits of {compared} (limit in {dtype}: {limit:g})"]
     out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,11 +43,11 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def share(weights: Iterable[Path], like: Path) -> None:
-    """Give weights the permissions of the file `like`. safetensors 0.8 lets only the owner read the
-    files that it writes (safetensors#782), so another user's server would find no model.
+def share(like: Path) -> None:
+    """Give the weights beside the file `like` its permissions. safetensors 0.8 lets only the owner
+    read the files that it writes (safetensors#782), so another user's server would find no model.
     """
-    for file in weights:
+    for file in like.parent.glob("*.safetensors"):
         with contextlib.suppress(OSError):  # a mounted bucket may have no permissions
             file.chmod(like.stat().st_mode)
 

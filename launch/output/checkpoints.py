@@ -77,7 +77,7 @@ def commit(folder: Path, names: Collection[str]) -> None:
     """
     contents = manifest_of(folder)
     contents.pop("begun", None)
-    share(folder.glob("*.safetensors"), folder / MANIFEST)
+    share(folder / MANIFEST)
     flush_files([folder / name for name in names])
     _write(folder, {**contents, "files": described(folder, names)})
 

@@ -59,7 +59,7 @@ class CommittingTrainer(Trainer):
         folder = Path(self.args.output_dir)
         if not self.args.should_save:
             return {}
-        share(folder.glob("*.safetensors"), recorded.file_of(folder))
+        share(recorded.file_of(folder))
         checkpoints.flush_files([file for file in folder.iterdir() if file.is_file()])
         return checkpoints.described(folder, checkpoints.model_files(folder))
 

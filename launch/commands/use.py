@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -143,7 +142,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
         fix = f"--max_new_tokens {longest - length}" if longest > length else "write a shorter prompt"
         raise mistake("max_new_tokens", what, fix)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision(run))
-    with torch.autocast(model.device.type, precision) if precision else contextlib.nullcontext():
+    with torch.autocast(model.device.type, precision, enabled=precision is not None):
         shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         model.generate(**inputs.to(model.device), max_new_tokens=options.max_new_tokens, streamer=shown, use_cache=True)
     return 0

@@ -124,7 +124,7 @@ class Places:
 
 def _with_place(collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]) -> dict[str, Any]:
     """Return the collated rows with the place after the last row, or the error that a row holds."""
-    place = next((row[PLACE] for row in rows if isinstance(row[PLACE], Exception)), rows[-1][PLACE])
-    if isinstance(place, Exception):
-        return {PLACE: place}
-    return {**collate([{name: row[name] for name in row if name != PLACE} for row in rows]), PLACE: place}
+    places = [row.pop(PLACE) for row in rows]
+    if errors := [place for place in places if isinstance(place, Exception)]:
+        return {PLACE: errors[0]}
+    return {**collate(rows), PLACE: places[-1]}

@@ -369,8 +369,6 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
     if sdk_is_installed():
         load(text, folder)
     training = training_in(content)
-    if training is None:
-        raise mistake("command", "does not start launch/train.py", "copy the command of azureml/fast.yaml")
     raise_errors(list(_missed_by_azure(content, training)))
     code = (folder / str(content.get("code", ""))).resolve()
     if not (code / "launch" / SCRIPT.name).is_file():
@@ -394,8 +392,8 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
         yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
 
 
-def training_in(content: Json) -> Training | None:
-    """Return the training that a job's command starts, with the values of its inputs, or None."""
+def training_in(content: Json) -> Training:
+    """Return a command's training, with its inputs' values. Raises `UserError` if there is none."""
     inputs, outputs = mapping(content.get("inputs")), mapping(content.get("outputs"))
     values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
     for name, given in inputs.items():
@@ -412,7 +410,7 @@ def training_in(content: Json) -> Training | None:
         counts = mapping(content.get("resources")).get("instance_count"), inputs.get("processes_per_node")
         nodes, processes = (int(str(count)) if str(count).isdecimal() else 1 for count in counts)
         return Training(flags, config, nodes or 1, processes or 1)
-    return None
+    raise mistake("command", "does not start launch/train.py", "copy the command of azureml/fast.yaml")
 
 
 # --- Azure's SDK ----------------------------------------------------------------------------------

@@ -70,8 +70,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         undo = "undo the differences that are listed above, or " if rows else ""
         fix = f"{undo}leave out --exact if the rerun need not be equal bit for bit"
         raise UserError(*run.problems, *(Problem("exact", what, fix) for what in refusals))
-    here_too = {"accelerate_config": yaml, "processes_per_node": processes, "dry_run": options.dry_run}
-    return submit(Local(), words, **here_too)
+    return submit(Local(), words, accelerate_config=yaml, processes_per_node=processes, dry_run=options.dry_run)
 
 
 def _output_dir(record: Json, file: Path, typed: Settings) -> str:

@@ -4,7 +4,6 @@ import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import gather_object
 from huggingface_hub import HfApi
@@ -13,7 +12,7 @@ from transformers import Trainer
 from launch.host.files import share
 from launch.output import checkpoints
 from recipes.mixture import title
-from recipes.run import Json, recorded
+from recipes.run import Json, RunSpec, recorded
 
 # Variables with which the callbacks of wandb, MLflow, ClearML and DVCLive upload each checkpoint.
 _UPLOADS = ("WANDB_LOG_MODEL", "HF_MLFLOW_LOG_ARTIFACTS", "CLEARML_LOG_MODEL", "HF_DVCLIVE_LOG_MODEL")
@@ -31,9 +30,9 @@ class CommittingTrainer(Trainer):
     _saving: Future | None = None  # the thread's work on the last checkpoint
     _checkpoint: str | None = None  # the checkpoint that was saved or read last
 
-    def __init__(self, *args, run: Any = None, identity: Json | None = None, **kwargs) -> None:
+    def __init__(self, *args, run: RunSpec, identity: Json | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.run = run  # a RunSpec, for checkpoints and the model card
+        self.run = run  # for checkpoints and the model card
         self.identity = identity
         # Trainer would delete older checkpoints before the new one is complete. With a limit of 1,
         # Trainer would keep only the best checkpoint at the end, and that one may be damaged.

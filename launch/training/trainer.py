@@ -72,11 +72,11 @@ class RecipeTrainer(CommittingTrainer):
     _last_round: int = -1  # examples_in_last_round of the current epoch
     _places: Places | None = None  # for a stream only
 
-    def __init__(self, *args, run: Settings | None = None, any_world: AnyWorld | None = None, **kwargs) -> None:
+    def __init__(self, *args, run: RunSpec, any_world: AnyWorld | None = None, **kwargs) -> None:
         settings = kwargs["args"]
         if settings.use_liger_kernel and settings.torch_compile:
             _keep_loss_out_of_compiled_code()
-        if run is not None and settings.torch_compile and run["use_regional_compilation"]:
+        if settings.torch_compile and run["use_regional_compilation"]:
             torch._dynamo.config.optimize_ddp = False  # else layers are cut at DDP's buckets, and keep more activations
         try:
             super().__init__(*args, run=run, **kwargs)
@@ -86,7 +86,7 @@ class RecipeTrainer(CommittingTrainer):
             fix = "add --use_peft, or name a model that is not quantised"
             raise mistake("model_name_or_path", one_line(error), fix) from None
         self.any_world = any_world
-        self.timing = StepTiming(self.args.device.type == "cuda", parts=run is not None and bool(run["measure"]))
+        self.timing = StepTiming(self.args.device.type == "cuda", parts=bool(run["measure"]))
         self.add_callback(self.timing)
         self.remove_callback(PrinterCallback)  # Trainer adds it when its own progress bar is off
         if self.compute_loss_func is not None:
@@ -97,8 +97,7 @@ class RecipeTrainer(CommittingTrainer):
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         self.num_parameters = parameter_count(self.model)  # before an engine shards them
-        if run is not None:
-            apply_ddp_settings(self, run)
+        apply_ddp_settings(self, run)
         if self.accelerator.is_fsdp2:
             _mend_fsdp2(self.accelerator.state.fsdp_plugin, self.model)
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from launch.training.trainer import RecipeTrainer
 from recipes import fast
-from recipes.run import hardware
+from recipes.run import hardware, resolve
 from tests.support.loop import loop_steps
 
 MICRO, ACCUMULATION, LENGTH, RATE, WARM_UP_STEPS = 4, 2, 256, 1e-4, 3
@@ -69,7 +69,9 @@ def measured_pairs(steps: int) -> list[tuple[float, float]]:
             bf16=False,
         )
         data = [{"input_ids": row, "labels": row} for row in rows]
-        trainer = RecipeTrainer(model=real_model(), args=args, train_dataset=data, callbacks=[turns])
+        trainer = RecipeTrainer(
+            model=real_model(), args=args, train_dataset=data, callbacks=[turns], run=resolve(["--recipe", "fast"])
+        )
         trainer.train()
     return turns.pairs[WARM_UP_STEPS:]
 

@@ -26,7 +26,7 @@ from tests.support.running import model_flags, train_here
 @pytest.fixture
 def trainer(tmp_path):
     args = standard(str(tmp_path), max_steps=1, disable_tqdm=True)
-    return RecipeTrainer(model=torch.nn.Linear(2, 2), args=args, train_dataset=[{"x": 0}])
+    return RecipeTrainer(model=torch.nn.Linear(2, 2), args=args, train_dataset=[{"x": 0}], run=resolve())
 
 
 def built(flags, model, tokenized_from) -> RecipeTrainer:

@@ -201,7 +201,7 @@ def test_planned_peak_memory_of_training_and_evaluation_is_that_of_trainer(rows,
     data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)}] * rows
     own = {"output_dir": str(tmp_path), "max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
     args = arguments_for(run, TrainingArguments, {**own, "disable_tqdm": True, "report_to": "none"})
-    trainer = RecipeTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+    trainer = RecipeTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, run=run)
     with silence():
         trainer.train()  # the optimizer has its state
     batch = {name: torch.stack([one[name] for one in data]) for name in data[0]}

@@ -207,7 +207,7 @@ class Training:
         larger batch. The result is None without such batches, or if micro-batches differ.
         """
         times = self._times_alone
-        if not samples or samples in times or not times:
+        if not samples or samples in times:
             return times.get(int(samples)) if samples else None
         if {row.micro_batch for batch in times for row in self._alone[batch]} != {micro_batch}:
             return None
@@ -226,10 +226,10 @@ class Training:
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
     """Divide the lost computing time among causes in proportion to the log of each one's factor."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
-    product = prod(times for _, times, _ in factors)
     longest = row.no_sync_step_max or row.no_sync_step or share
-    if not longest or product <= 1:
+    if not longest or not factors:
         return []
+    product = prod(times for _, times, _ in factors)
     lost = longest * (1 - 1 / product)
     return [Cause(key, lost * log(times) / log(product), step, evidence) for key, times, evidence in factors]
 
@@ -266,8 +266,7 @@ def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
     beside = row.forward + row.backward + (row.optimizer or 0.0)
     words = f"forward, backward and optimizer take {milliseconds(beside)} beside the other processes and "
     words += f"{milliseconds(share)} alone{_exchange_words(row)}"
-    seconds = min(step, max(0.0, beside - share))
-    yield Cause(HIDDEN, seconds, step, words)
+    yield Cause(HIDDEN, min(step, beside - share), step, words)
 
 
 def _computing(row: Timing) -> float | None:

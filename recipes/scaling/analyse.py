@@ -86,10 +86,9 @@ def analyse(rows: Iterable[Timing]) -> list[Series]:
     Runs that try advice, and the runs with which they are compared, are left out.
     """
     found = []
-    for (name, recipe), training in _trainings([row for row in rows if not row.applied]).items():
+    for (name, _), training in _trainings([row for row in rows if not row.applied]).items():
         same = Training(training)
-        curves = _curves(name, training).items()
-        found += [_series((label, recipe, kind), own, same) for (label, kind), own in curves]
+        found += [_series(key, own, same) for key, own in _curves(name, training).items()]
     return found
 
 
@@ -113,8 +112,8 @@ def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
     return grouped(rows, lambda row: (names.get(id(row), row.name), row.recipe))
 
 
-def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """Group one training's rows into series. The keys are (name of the series, kind of scaling).
+def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str, str], list[Timing]]:
+    """Group one training's rows into series. The keys are (name of the series, recipe, scaling).
 
     Jobs are weak scaling if their batches per process are equal and their global batches differ.
     Other jobs are strong scaling, with a series for each global batch.
@@ -122,12 +121,12 @@ def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list
     jobs = [row for row in training if _is_of_a_job(row)]
     batches = {row.global_batch for row in jobs}
     weak = len(batches) > 1 and len({(row.global_batch or 0) / row.num_processes for row in jobs}) == 1
-    found: dict[tuple[str, str], list[Timing]] = {}
+    found: dict[tuple[str, str, str], list[Timing]] = {}
     for row in training:
         of_a_job = _is_of_a_job(row)
         kind = row.scaling or ("weak" if weak and of_a_job else "strong")
         label = f", global batch {row.global_batch}" if of_a_job and len(batches) > 1 and not weak else ""
-        found.setdefault((name + label, kind), []).append(row)
+        found.setdefault((name + label, row.recipe, kind), []).append(row)
     return found
 
 

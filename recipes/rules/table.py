@@ -179,22 +179,20 @@ def _in_range(setting: str, range_: str, is_legal: Callable[[Any], bool]) -> Rul
 
 # --- Packages -------------------------------------------------------------------------------------
 
-# setting | needed if | the module to import | its distribution
-_PACKAGES: tuple[tuple[str, Condition, str, str], ...] = (
-    ("recipe", uses_deepspeed, "deepspeed", "deepspeed"),
-    ("load_in_4bit", lambda run: run["load_in_4bit"], "bitsandbytes", "bitsandbytes"),
-    ("use_peft", lambda run: run["use_peft"], "peft", "peft"),
-    ("use_liger_kernel", lambda run: run["use_liger_kernel"] and not run.hardware.liger,
-     "liger_kernel", "liger-kernel"),
-    ("dataset_name", lambda run: any(part.name.lower().endswith(".zst") for part in parts_of_run(run)),
-     "zstandard", "zstandard"),
-)  # fmt: skip
+# setting | needed if | the module to import, which is also its distribution's name, with - for _
+_PACKAGES: tuple[tuple[str, Condition, str], ...] = (
+    ("recipe", uses_deepspeed, "deepspeed"),
+    ("load_in_4bit", lambda run: run["load_in_4bit"], "bitsandbytes"),
+    ("use_peft", lambda run: run["use_peft"], "peft"),
+    ("use_liger_kernel", lambda run: run["use_liger_kernel"] and not run.hardware.liger, "liger_kernel"),
+    ("dataset_name", lambda run: any(part.name.lower().endswith(".zst") for part in parts_of_run(run)), "zstandard"),
+)
 
 
-def _package(setting: str, needed: Condition, module: str, distribution: str) -> Rule:
+def _package(setting: str, needed: Condition, module: str) -> Rule:
     def judge(run: RunSpec) -> Iterator[Problem]:
         if needed(run) and not available(run, module):
-            yield missing(run, setting, distribution)
+            yield missing(run, setting, module.replace("_", "-"))
 
     return Rule(f"{setting}_has_{module}", "The run ends in an ImportError when it needs the package.", judge)
 

@@ -239,9 +239,7 @@ def _replaces_the_optimizer(run: RunSpec) -> bool:
     content = run.engine.json or {}
     if not uses_deepspeed(run) or "optimizer" in content or content.get("zero_force_ds_cpu_optimizer") is False:
         return False
-    section = mapping(content.get("zero_optimization")).get("offload_optimizer")
-    device = section.get("device") if isinstance(section, dict) else run.engine.offload_optimizer
-    return device not in (None, "none")
+    return run.engine.offload_optimizer != "none"
 
 
 ROWS = (

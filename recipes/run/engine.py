@@ -208,7 +208,7 @@ def _as_deepspeed(engine: Engine, section: Json) -> Engine:
 
 def _device(section: object, plain: object) -> str:
     if isinstance(section, dict):
-        return str(section.get("device", "none"))
+        return str(section.get("device") or "none")
     return str(plain or "none").lower()
 
 

@@ -283,7 +283,7 @@ def disk(request: Request) -> Check:
     writable and have space. For a missing folder, its nearest existing parent is checked.
     """
     try:
-        places = [Path.cwd(), Path(tempfile.gettempdir()), hf_home(os.environ).absolute()]
+        places = [Path.cwd(), Path(tempfile.gettempdir()), hf_home().absolute()]
     except FileNotFoundError:
         return Check("error", "disk", "the current folder is gone, or TMPDIR unwritable", "cd elsewhere, or set TMPDIR")
     places += [Path(os.environ[name]) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE") if os.environ.get(name)]

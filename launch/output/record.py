@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import re
 import secrets
@@ -364,7 +363,7 @@ def _accelerate_config(launcher: list[str]) -> str | None:
     words = ["--config_file" if word == "--config-file" else word for word in words]
     if "--config_file" in words[:-1]:
         return str(Path(words[words.index("--config_file") + 1]).resolve())
-    default = default_accelerate_config(os.environ) if by_accelerate(launcher) else None
+    default = default_accelerate_config() if by_accelerate(launcher) else None
     return str(default.resolve()) if default else None
 
 

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -149,7 +148,7 @@ def facts() -> Json:
     If several processes start together, only one imports the libraries, provided that the cache can
     be written. Raises `UserError` if torch, transformers or accelerate cannot be imported.
     """
-    file = hf_home(os.environ) / "accelerate-recipes" / f"legal-{_fingerprint()}.json"
+    file = hf_home() / "accelerate-recipes" / f"legal-{_fingerprint()}.json"
     if (kept := _kept(file)) is not None:
         return kept
     from filelock import FileLock
@@ -203,13 +202,13 @@ def _ask() -> Json:
         raise mistake("torch, transformers, accelerate", what, f"{shows} the package that fails") from None
 
 
-def hf_home(environment: Mapping[str, str]) -> Path:
+def hf_home() -> Path:
     """The folder for Hugging Face's downloads, as in huggingface_hub's constants.py. An empty
     HF_HOME or XDG_CACHE_HOME counts as unset. If the user has no home folder, `~` stays in the
     path, as the name of a folder in the current folder.
     """
-    around = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.path.expandvars(environment.get("HF_HOME") or f"{around}/huggingface")
+    around = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.path.expandvars(os.environ.get("HF_HOME") or f"{around}/huggingface")
     return Path(os.path.expanduser(home))  # noqa: PTH111
 
 

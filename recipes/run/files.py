@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.errors import mistake
@@ -63,10 +63,10 @@ def find_yaml(name: str | Path, subject: str = "--accelerate_config", beside: st
     raise mistake(subject, f"there is no file {name}, and no shipped YAML of that name", fix, source)
 
 
-def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
+def default_accelerate_config() -> Path | None:
     """The file that `accelerate launch` reads without --config_file; None if the user has none."""
     names = ("default_config.yaml", "default_config.json")
-    return next((file for name in names if (file := hf_home(environment) / "accelerate" / name).is_file()), None)
+    return next((file for name in names if (file := hf_home() / "accelerate" / name).is_file()), None)
 
 
 # --- YAML and JSON --------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def of_model(name: str | None, revision: str = "main") -> str | None:
     if re.fullmatch(r"[0-9a-f]{40}", revision):
         return f"commit {revision}"
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")  # the older name of the variable
-    cache = Path(named or hf_home(os.environ) / "hub")
+    cache = Path(named or hf_home() / "hub")
     try:
         reference = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
         return f"commit {reference.read_text(encoding='utf-8').strip()}"

@@ -115,7 +115,7 @@ def the_splits_can_be_read(run):
                 what = f"{split!r} is not one whole split, and splits of a stream cannot be sliced or joined"
                 yield Problem(name, what, f"name one whole split; to evaluate, {_SPLIT_FILES}")
     if files == parts != [] and evaluates and not run["dataset_test_split"]:
-        yield run.with_source(nothing_to_evaluate_on(has, run["dataset_streaming"]))
+        yield nothing_to_evaluate_on(has, run["dataset_streaming"])
 
 
 @rule_of_train_py

@@ -353,7 +353,7 @@ def sequences_and_models_are_not_divided(run):
 def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error") -> Problem:
     """Return a problem about a key, found in --fsdp_config or, if not there, in the YAML."""
     if run["fsdp"] and {key, f"fsdp_{key}"} & set(mapping(run["fsdp_config"])):
-        return Problem("fsdp_config", f"{key} {what}", fix, run.setting("fsdp_config").source, severity)
+        return Problem("fsdp_config", f"{key} {what}", fix, severity=severity)
     return in_yaml(run, f"fsdp_{key}", what, fix, severity)
 
 

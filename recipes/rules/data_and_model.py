@@ -55,9 +55,8 @@ _SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\))?"
 
 def file_kind(path: PurePath) -> str | None:
     """The `datasets` reader for a file's suffix (before .gz or .zst); None for other suffixes."""
-    kind = FILE_KINDS.get(path.suffix.lower())
-    if kind or path.suffix.lower() not in COMPRESSED:
-        return kind
+    if path.suffix.lower() not in COMPRESSED:
+        return FILE_KINDS.get(path.suffix.lower())
     kind = FILE_KINDS.get(Path(path.stem).suffix.lower())
     return None if kind == "parquet" else kind
 
@@ -236,7 +235,7 @@ def the_model_can_do_the_task(run):
         return
     if kind not in known and run.model is not None:
         return  # transformers, or the user's script, has already loaded this configuration
-    code = _AUTO_CLASSES.get(task) if kind in known else "AutoConfig"
+    code = _AUTO_CLASSES[task] if kind in known else "AutoConfig"
     if code in mapping(known_config(run).get("auto_map")):
         if not run["trust_remote_code"]:
             what = f"{name} comes with Python code"
@@ -248,11 +247,10 @@ def the_model_can_do_the_task(run):
         what = f"{name} has the type {kind!r}, which transformers {legal.version('transformers')} does not know"
         say = Problem if not run.place.is_elsewhere else advice  # the other machine may have another version
         yield say("model_name_or_path", what, "pip install --upgrade transformers, or use another model")
-    elif code:
+    else:
         others = [f"--task {other}, or " for other in _AUTO_CLASSES if legal.model_class(kind, other)]
-        yield Problem(
-            "model_name_or_path", f"transformers has no {kind} model for {task}", f"{''.join(others)}use another model"
-        )
+        fix = f"{''.join(others)}use another model"
+        yield Problem("model_name_or_path", f"transformers has no {kind} model for {task}", fix)
 
 
 @rule_of_train_py

@@ -79,8 +79,8 @@ def _answer(run: RunSpec, sender: Any, printed: int) -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     if str(run["optim"]) in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"):  # others need these packages
-        absent = {**ABSENT, "peft": None}
-        sys.modules.update({name: None for name in absent if name not in sys.modules})  # type: ignore[misc]
+        for name in (*ABSENT, "peft"):
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     sender.send(probe(run))
 
 
@@ -111,7 +111,7 @@ def _construct(run: RunSpec, found: list[Problem]) -> None:
             yield
         except Exception as error:
             if not (isinstance(error, ImportError) and run.place.is_elsewhere):  # another machine may have the package
-                found.append(refused_by_library(run, error, file, content or {}, about))
+                found.append(refused_by_library(run, error, file, content, about))
 
     yaml, args, optimizer, config = run.outer_engine or run.engine, None, None, {}
     of_engine = (run.engine.source, run.engine.raw) if run.engine.kind in ("deepspeed", "fsdp") else ("", {})

@@ -30,14 +30,14 @@ class Recipe:
 
     Two possible changes are not settings of train.py: `engine` is the name of a shipped Accelerate
     YAML or the path of another YAML, and `micro_batch_cap` is the largest micro-batch per process.
-    `files` are the files that a user's own recipe was read from; a shipped recipe has none.
+    `file` is the file that a user's own recipe was read from; empty for a shipped recipe.
     """
 
     name: str
     purpose: str
     changes: Mapping[str, Value | None]
     base: Recipe | None = None
-    files: tuple[str, ...] = ()
+    file: str = ""
 
     def but(self, name: str, purpose: str, **changes: Value | None) -> Recipe:
         """Return a new recipe: this recipe with the given values changed."""
@@ -59,7 +59,7 @@ class Recipe:
     @property
     def source(self) -> str:
         """The name or file of this recipe, to be printed as the source of the values it sets."""
-        return f"recipe {self.files[0] if self.files else self.name}"
+        return f"recipe {self.file or self.name}"
 
     @property
     def engine(self) -> str:

@@ -156,7 +156,7 @@ class Azure(Target):
             return _remote("output_uri", self.output_uri)
         named = re.sub(r"[^\w./-]", "-", _output_dir(job)) or self.job_name
         name = named or job.run.recipe.name
-        words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *self.data]
+        words = [*(job.argv[:2] if job.run.recipe.file else ()), *job.argv[2:], *self.data]
         words += [_config(job)] if job.config != str(launch_yaml(job.run.recipe, job.run["deepspeed"])) else []
         if words and not named:
             name += "-" + hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()[:8]
@@ -321,8 +321,8 @@ def own_files(job: Job, found: Sequence[Problem] = ()) -> list[Path]:
     """
     run, files = job.run, []
     problems = [*found, *the_folder_holds_a_model(replace(run, place=replace(run.place, packages=None)))]
-    named = [("recipe", file) for file in run.recipe.files]
-    yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.files else [])]
+    named = [("recipe", run.recipe.file)] if run.recipe.file else []
+    yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.file else [])]
     named += [("accelerate_config", os.path.relpath(file.resolve())) for file in yamls if not _is_shipped(file)]
     if "dataset_name" in run.given and run.given["dataset_name"].source != "--data":
         named += [("dataset_name", part.name) for part in parts_of(run["dataset_name"])]

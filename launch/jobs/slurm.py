@@ -270,7 +270,7 @@ def mounted(job: Job) -> list[str]:
     is listed too: the job creates it. Links are not resolved, as the container has the same paths.
     """
     found = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "recipes"), str(Path(job.config).parent)]
-    values = [job.run[name] for name in job.run.given] + [job.run.recipe.files]
+    values = [job.run[name] for name in job.run.given] + [job.run.recipe.file]
     texts = [str(text) for value in values for text in (value if isinstance(value, list | tuple) else [value])]
     for text in texts:
         if text.startswith(("/", "~/", "..")):

@@ -371,7 +371,7 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     """Return absolute path -> content (a hash if it seems secret) of the files that define the run:
     the recipe's files, the Accelerate YAML, and the JSONs that settings or the YAML name.
     """
-    paths = [*run.recipe.files, run.recipe.engine if run.recipe.files else None, yaml]
+    paths = [run.recipe.file, run.recipe.engine if run.recipe.file else None, yaml]
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]
     if yaml:
         with contextlib.suppress(UserError):

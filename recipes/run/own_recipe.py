@@ -54,7 +54,7 @@ def own_settings(recipe: Recipe) -> dict[str, Setting]:
     `run.explicit` is then True for these settings. Values of the shipped base, and values that
     depend on the run, are decided as in every recipe. Empty for a shipped recipe.
     """
-    values = recipe.changes.items() if recipe.files else ()
+    values = recipe.changes.items() if recipe.file else ()
     stated = {name: value for name, value in values if isinstance(value, tuple) and name not in _OF_A_RECIPE}
     return {name: Setting(value, recipe.source, reason) for name, (value, reason) in stated.items()}
 
@@ -75,7 +75,7 @@ def _from_yaml(file: str) -> Recipe:
         changes = {}
     own = {name: content[name] for name in _OF_A_RECIPE if name in content}
     purpose = content.get("purpose") or ""
-    return _checked(Recipe(Path(file).stem, purpose, {**changes, **own}, RECIPES[base](), (file,)), problems)
+    return _checked(Recipe(Path(file).stem, purpose, {**changes, **own}, RECIPES[base](), file), problems)
 
 
 def _unknown_key(key: str, file: str) -> Problem:
@@ -97,7 +97,7 @@ def _from_python(file: str, name: str) -> Recipe:
         raise mistake("recipe", what, f"use {file}:NAME, where NAME is a function such as `{example}`")
     while recipe.base and recipe.base.name not in RECIPES:  # the base is the user's own too
         recipe = replace(recipe, changes={**recipe.base.changes, **recipe.changes}, base=recipe.base.base)
-    return _checked(replace(recipe, files=(file,)), [])
+    return _checked(replace(recipe, file=file), [])
 
 
 def _run(file: str, function: Callable, *arguments: object) -> Any:
@@ -119,7 +119,7 @@ def _checked(recipe: Recipe, problems: list[Problem]) -> Recipe:
 
     Raises `UserError` if there are problems: the given `problems`, or others that are found here.
     """
-    file, changes = recipe.files[0], {}
+    file, changes = recipe.file, {}
     if recipe.name in RECIPES or not re.fullmatch(r"[\w.-]+", recipe.name):
         taken = "is the name of a shipped recipe" if recipe.name in RECIPES else "cannot name a recipe"
         fix = "use another name, of letters, digits, dots, - and _: folders and jobs will have this name"

@@ -104,7 +104,7 @@ class Engine:
 
 # --- Where engines are read -----------------------------------------------------------------------
 
-_KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+_KINDS = {"NO": "single", "MULTI_GPU": "ddp"}  # any other type in lower case
 
 
 def from_yaml(path: str | Path) -> Engine:

@@ -6,7 +6,7 @@ import pytest
 from accelerate import ParallelismConfig
 
 from recipes.rules.check import check
-from tests.support.runs import TWO_GPUS, resolved
+from tests.support.runs import TWO_GPUS, deepspeed, groups, resolved
 
 
 @pytest.fixture
@@ -15,13 +15,8 @@ def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     content = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}
     (tmp_path / "ds.json").write_text(json.dumps(content))
-    sections = {
-        "ds.yaml": "deepspeed_config: {deepspeed_config_file: ds.json}",
-        "tp.yaml": "parallelism_config: {parallelism_config_tp_size: 2}",
-    }
-    for name, section in sections.items():
-        text = f"compute_environment: LOCAL_MACHINE\nnum_processes: 4\ndistributed_type: DEEPSPEED\n{section}\n"
-        (tmp_path / name).write_text(text)
+    (tmp_path / "ds.yaml").write_text(deepspeed("deepspeed_config_file: ds.json"))
+    (tmp_path / "tp.yaml").write_text(groups("DEEPSPEED", tp=2))
 
 
 TP = {"PARALLELISM_CONFIG_TP_SIZE": "2"}
@@ -38,8 +33,8 @@ PLACES = {
 
 @pytest.mark.parametrize(("argv", "settings", "place"), PLACES.values(), ids=PLACES)
 def test_the_tensor_parallel_size_is_read_from_yaml_json_variables_and_arguments(argv, settings, place, files):
-    run = resolved(argv, None if "accelerate_config" in place else 4, settings, **place)
-    assert (run.world_size, run.batch.data_parallel, str(run.batch)) == (4, 2, "4 x 2 x 2 = 16")
+    run = resolved(argv, 4, settings, **place)
+    assert (run.batch.data_parallel, str(run.batch)) == (2, "4 x 2 x 2 = 16")
 
 
 def test_the_tp_size_variable_is_ignored_without_accelerate_use_parallelism_config():

@@ -105,21 +105,17 @@ def test_the_global_batch_is_split_over_the_launched_processes(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("recipe", "variables", "settings", "instead", "file"),
-    [
-        ("memory", {}, {}, "one process", "memory.yaml"),
-        ("sharded", TORCHRUN, {}, "DDP", "sharded.yaml"),
-        ("memory_zero3", ZERO_2, {}, "DeepSpeed ZeRO-2", "memory_zero3.yaml"),
-    ],
+    ("recipe", "variables", "instead"),
+    [("memory", {}, "one process"), ("sharded", TORCHRUN, "DDP"), ("memory_zero3", ZERO_2, "DeepSpeed ZeRO-2")],
 )
 def test_a_script_started_without_the_recipes_engine_is_told_the_accelerate_launch_command(
-    recipe, variables, settings, instead, file, tmp_path, monkeypatch
+    recipe, variables, instead, tmp_path, monkeypatch
 ):
     started_with(monkeypatch, variables)
     monkeypatch.setattr("sys.argv", ["my.py", "--data", "two words"])
-    command = f"accelerate launch .*{file} --num_processes 1 my.py --data 'two words'"
+    command = f"accelerate launch .*{recipe}.yaml --num_processes 1 my.py --data 'two words'"
     with pytest.warns(UserWarning, match=f"trains with {instead} instead. Fix: {command}"):
-        getattr(recipes, recipe)(str(tmp_path), **settings)
+        getattr(recipes, recipe)(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from tests.support.runs import A100, CPU, H100, T4, machine, resolved
 
 SUBJECTS = (test_table, test_training, test_engine, test_data_and_model)
 CASES = {name: runs for subject in SUBJECTS for name, runs in subject.CASES.items()}
-ALSO_FIRES = [case for subject in SUBJECTS for case in getattr(subject, "ALSO_FIRES", ())]
-LEGAL_AFTER_ALL = [case for subject in SUBJECTS for case in getattr(subject, "LEGAL_AFTER_ALL", ())]
+ALSO_FIRES = [case for subject in SUBJECTS for case in subject.ALSO_FIRES]
+LEGAL_AFTER_ALL = [case for subject in SUBJECTS for case in subject.LEGAL_AFTER_ALL]
 
 
 def test_every_rule_in_the_rules_folder_is_collected_under_a_unique_name():

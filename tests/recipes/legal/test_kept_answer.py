@@ -1,7 +1,6 @@
 """The libraries are imported once after an install, in a process of its own; its answer is kept."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -81,7 +80,7 @@ def test_library_settings_are_read_though_an_earlier_process_was_killed_before_i
     home = tmp_path / "hf"
     killed = start(home)
     wait_for("a lock", lambda: list(home.glob("accelerate-recipes/*.lock")))
-    killed.send_signal(signal.SIGKILL)
+    killed.kill()
     killed.communicate(timeout=PATIENCE)
     assert ask(home)[0] == first[1][0][0]
 

@@ -34,20 +34,19 @@ def rows_of(tmp_path):
 TWO = [Timing(1, 100.0, name="mine"), Timing(2, 60.0, name="mine")]
 
 
-@pytest.mark.parametrize(
-    "written",
-    {
-        "spaces in the header": "num_processes , epoch_time\n1,100\n2, 60\n",
-        "blank lines": "num_processes,epoch_time\n\n1,100\n   \n\n2,60\n\n",
-        "empty rows of a spreadsheet": "num_processes,epoch_time\r\n1,100\r\n,\r\n2,60\r\n,\r\n",
-        "other columns": "date,num_processes,epoch_time,note\nMonday,1,100,warm\nTuesday,2,60,\n",
-        "cells without a column": "num_processes,epoch_time\n1,100,and,more\n2,60\n",
-        "columns not filled": "num_processes,epoch_time,samples,name\n1,100,,\n2,60\n",
-    }.items(),
-    ids=lambda item: item[0],
-)
+CSV = {
+    "spaces in the header": "num_processes , epoch_time\n1,100\n2, 60\n",
+    "blank lines": "num_processes,epoch_time\n\n1,100\n   \n\n2,60\n\n",
+    "empty rows of a spreadsheet": "num_processes,epoch_time\r\n1,100\r\n,\r\n2,60\r\n,\r\n",
+    "other columns": "date,num_processes,epoch_time,note\nMonday,1,100,warm\nTuesday,2,60,\n",
+    "cells without a column": "num_processes,epoch_time\n1,100,and,more\n2,60\n",
+    "columns not filled": "num_processes,epoch_time,samples,name\n1,100,,\n2,60\n",
+}
+
+
+@pytest.mark.parametrize("written", CSV.values(), ids=CSV)
 def test_a_handwritten_csv_of_timings_is_read_despite_blank_rows_and_extra_columns(rows_of, written):
-    assert rows_of(written[1], encoding="utf-8-sig") == TWO
+    assert rows_of(written, encoding="utf-8-sig") == TWO
 
 
 def test_a_handwritten_jsonl_of_timings_is_read_despite_blank_lines_and_extra_keys(rows_of):

@@ -41,7 +41,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending if count != 1 else ''}"
 
 
-def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserError:
+def mistake(subject: str, what: str, fix: str, source: str = "") -> UserError:
     """Return a `UserError` with one problem, for the caller to raise."""
     return UserError(Problem(subject, what, fix, source))
 

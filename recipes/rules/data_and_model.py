@@ -147,7 +147,7 @@ def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
     return [(part, files) for part in parts_of(run["dataset_name"]) if (files := files_of(part.name))]
 
 
-def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
+def nothing_to_evaluate_on(has: str, streams: bool) -> Problem:
     """Return the problem of an evaluation without a test split. `has` names the existing splits."""
     what = f"there is nothing to evaluate on: {has}, no test and no validation"
     return Problem("dataset_test_split", what, f"{_SPLIT_FILES if streams else HELD_OUT}, or --eval_strategy no")

@@ -6,4 +6,4 @@ from recipes.run.fitted import with_fit
 from recipes.run.own_recipe import find_recipe
 from recipes.run.place import Place, here
 from recipes.run.resolve import resolve
-from recipes.run.spec import BATCH, BEST_MODEL, COMMAND_LINE, FIT, HIDDEN, LIBRARY, RunSpec, Setting, Settings, shown
+from recipes.run.spec import BEST_MODEL, COMMAND_LINE, FIT, HIDDEN, RunSpec, Setting, Settings, shown

@@ -44,7 +44,7 @@ def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
     return _hash_of([path] if path.is_file() else files_in(path), path)
 
 
-def of_model(name: str | None, revision: str = "main") -> str | None:
+def of_model(name: str | None, revision: str) -> str | None:
     """Hash a local folder's weights, configuration and tokenizer. For a model on the Hub, return
     `commit HASH`: the revision if it is a commit hash, else the commit that the local cache has for
     the revision. None without a model, if the commit is unknown, or if a file cannot be read.

@@ -58,7 +58,7 @@ class RunSpec(Mapping):
     place: Place
     engine: Engine
     batch: Batch
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Problem, ...]
     limits: Mapping[str, Setting] = field(default_factory=dict)
     model: Mapping[str, Any] | None = None
 

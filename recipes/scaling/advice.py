@@ -193,7 +193,7 @@ class Applied:
     num_processes: int
     predicted: float
     measured: Spread  # the throughput with the change divided by the throughput without it
-    off: float | None = None  # the relative uncertainty of `measured`; None for a single pair of runs
+    off: float | None  # the relative uncertainty of `measured`; None for a single pair of runs
 
     @property
     def words(self) -> str:

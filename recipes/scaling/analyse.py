@@ -45,8 +45,8 @@ class Size:
     accuracy: float | None
     typical: Timing
     losses: LostTime
-    band: str = ""  # empty for the smallest size
-    slower_than: int | None = None  # the number of processes of a smaller size that is faster
+    band: str  # empty for the smallest size
+    slower_than: int | None  # the number of processes of a smaller size that is faster
 
     @property
     def cause(self) -> str | None:
@@ -64,7 +64,7 @@ class Series:
     sizes: tuple[Size, ...]
     rows: tuple[Timing, ...]
     fixed: bool  # True if the work of a step or epoch is the same at every size
-    serial_fraction: float | None = None  # of Amdahl's law; None if not `fixed`, or if `_serial_fraction` finds none
+    serial_fraction: float | None  # of Amdahl's law; None if not `fixed`, or if `_serial_fraction` finds none
 
     @property
     def title(self) -> str:

@@ -101,8 +101,8 @@ def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -
 
     Raises `UserError` with the message of the class if the class refuses a value.
     """
-    extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.trainer_fields()}
-    shared = {name: extra[name] for name in extra.keys() & _fields(args_class)}  # SFTConfig also has packing, ...
+    added = _fields(args_class) - legal.trainer_fields().keys()  # SFTConfig also has packing, ...
+    shared = {name: setting.value for name, setting in run.chosen().items() if name in added}
     try:
         args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
     except (TypeError, ValueError) as error:

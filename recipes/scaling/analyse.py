@@ -7,7 +7,7 @@ so this module compares the jobs. Rows of other programs are strong scaling unle
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median, median_low, quantiles
+from statistics import linear_regression, median, median_low, quantiles
 from typing import Any
 
 from recipes.scaling.causes import LostTime, Training, lost_time_of
@@ -223,7 +223,7 @@ def _serial_fraction(sizes: Sequence[Size]) -> float | None:
     shares = [1 - first.num_processes / size.num_processes for size in larger]
     excess = [1 / size.speedup.median - 1 + share for size, share in zip(larger, shares, strict=True)]
     # Least squares of 1/S = s + (1 - s)/p. A superlinear speedup would give a fraction below 0.
-    fitted = sum(x * y for x, y in zip(shares, excess, strict=True)) / sum(x * x for x in shares)
+    fitted, _ = linear_regression(shares, excess, proportional=True)
     serial = min(max(fitted, 0.0), 1.0)
     for size, share, over in zip(larger, shares, excess, strict=True):
         off = (together(first.off, size.off) or _ONE_TIMING) / size.speedup.median / share

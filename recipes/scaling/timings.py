@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
-from math import inf, sqrt
+from math import hypot, inf, sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -252,4 +252,4 @@ def of_median(values: Sequence[float]) -> float:
 def together(*parts: float | None) -> float | None:
     """Combine the uncertainties of the parts of a sum or difference; None if all are None."""
     known = [part for part in parts if part is not None]
-    return sqrt(sum(part**2 for part in known)) if known else None
+    return hypot(*known) if known else None

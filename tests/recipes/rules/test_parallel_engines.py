@@ -26,8 +26,7 @@ def of(micro, **settings):
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
     """Plain DDP on two ranks."""
-    reports = ranks(tmp_path_factory.mktemp("ddp"), 2, settings=of(2))
-    return reports[0]
+    return ranks(tmp_path_factory.mktemp("ddp"), 2, settings=of(2))[0]
 
 
 def test_deepspeed_sequence_parallelism_is_refused_since_it_doubles_gradients_and_changes_losses(ddp, tmp_path):
@@ -48,10 +47,8 @@ def test_dispatch_batches_under_tensor_parallelism_halves_the_steps_of_an_epoch(
     settings = {"deepspeed": TENSOR, "max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 4}
     steps = []
     for dispatch in (False, True):
-        reports = ranks(
-            tmp_path / str(dispatch), 2, settings={**settings, "accelerator_config": {"dispatch_batches": dispatch}}
-        )
-        steps.append(len(reports[0]["loss"]))
+        own = {**settings, "accelerator_config": {"dispatch_batches": dispatch}}
+        steps.append(len(ranks(tmp_path / str(dispatch), 2, settings=own)[0]["loss"]))
     assert steps == [8, 4]  # of the same 32 examples
 
 

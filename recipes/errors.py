@@ -27,12 +27,11 @@ class UserError(Exception):
     """A mistake that the user can correct. Commands print it and exit 2, without a traceback."""
 
     def __init__(self, *problems: Problem):
-        super().__init__("\n".join(str(problem) for problem in problems))
+        super().__init__(*problems)  # another process that unpickles the error gets the problems too
         self.problems = problems
 
-    def __reduce__(self):
-        """Pickle the problems, so that another process raises the same error."""
-        return UserError, self.problems
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
 
 
 def plural(count: int, noun: str) -> str:

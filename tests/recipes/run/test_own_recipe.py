@@ -149,12 +149,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_single_mistake_in_a_recipe_file_is_reported_once_with_the_files_name(tmp_path, monkeypatch, mistake):
-    monkeypatch.chdir(tmp_path)
-    name, text, expected = MISTAKES[mistake]
+@pytest.mark.parametrize(("name", "text", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_single_mistake_in_a_recipe_file_is_reported_once_with_the_files_name(files, name, text, expected):
     file = name.partition(":")[0]
-    (tmp_path / file).write_text(text)
+    files(**{file: text})
     (line,) = problems_of(name)
     assert expected in line and file in line
 

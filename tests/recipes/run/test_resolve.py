@@ -52,7 +52,6 @@ RANK = {"RANK": "0", "WORLD_SIZE": "2"}
 FSDP = {**RANK, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_OFFLOAD_PARAMS": "false"}
 IN_FSDP = {"launched": True, "environment": FSDP}
 OFFLOADS = {"launched": True, "environment": {**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}}
-DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 ENGINES = {
     "a recipe on GPUs": ("--recipe sharded", TWO_GPUS, {}, "FSDP2"),
     "a recipe on a CPU, where FSDP is plain DDP": ("--recipe sharded", CPU, {}, "DDP"),
@@ -76,7 +75,7 @@ ENGINES = {
 def folder(tmp_path, monkeypatch):
     content = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
     (tmp_path / "ds.json").write_text(json.dumps(content))
-    (tmp_path / "ddp.yaml").write_text(f"{DDP}mixed_precison: 'no'\n")
+    (tmp_path / "ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precison: 'no'\n")
     monkeypatch.chdir(tmp_path)
 
 

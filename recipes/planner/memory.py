@@ -154,11 +154,6 @@ class Components:
         return self.total - self.cached - self.context
 
     @property
-    def reserved(self) -> int:
-        """torch.cuda.max_memory_reserved: the allocations and the allocator's cache."""
-        return self.total - self.context
-
-    @property
     def total(self) -> int:
         """The process's memory in nvidia-smi, which includes CUDA's own overhead."""
         return sum(getattr(self, field.name) for field in fields(self))

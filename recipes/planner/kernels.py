@@ -344,15 +344,12 @@ class _Loss(torch.autograd.Function):
             elif of_weight is not None and rows.dtype != logits.dtype:
                 rows[:chunk].to(logits.dtype)
             del logits
-        ctx.save_for_backward(*(one for one in (of_rows, of_weight, of_bias) if one is not None))
-        ctx.has = of_weight is not None, of_bias is not None
+        ctx.save_for_backward(of_rows, of_weight, of_bias)
         return losses.sum()
 
     @staticmethod
     def backward(ctx, *gradients):
-        of_rows, *others = ctx.saved_tensors
-        has_weight, has_bias = ctx.has
-        return of_rows, others.pop(0) if has_weight else None, others.pop(0) if has_bias else None, None, None
+        return *ctx.saved_tensors, None, None
 
 
 # --- Layers with weights in 4 bits, as bitsandbytes computes them ---------------------------------

@@ -131,16 +131,15 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
         before = divided()
         if case.compiled:
             compile_layers(model, str((case, with_layers(config, range(1)).to_json_string())))
-        hooked = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(live.gradient) for parameter in hooked]
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(live.gradient)
         with operations, live, torch.set_grad_enabled(not case.evaluation):
             loss = model(**inputs).loss
             made_forward = len(live.allocations)
             if not case.evaluation:
                 loss.backward()
             allocations = np.array(live.allocations)  # a copy: freeing the model changes `live`
-        for hook in hooks:
-            hook.remove()
     if divided() > before:
         return trace(config, case)  # again: dividing the layers made allocations of its own
     kernels = operations.kernels | ({COMPILED} if case.compiled else set())

@@ -44,10 +44,6 @@ class Line(NamedTuple):
     colour: str
     marker: str
 
-    @property
-    def sizes(self) -> tuple[Size, ...]:
-        return self.series.sizes
-
 
 @dataclass(frozen=True)
 class Picture:
@@ -112,7 +108,7 @@ def _legend(figure: Figure) -> None:
 def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread | None]) -> None:
     """Draw medians with their quartiles, and a cross on each world size with negative scaling."""
     for line in lines:
-        found = [(size, spread) for size in line.sizes if (spread := of_size(size))]
+        found = [(size, spread) for size in line.series.sizes if (spread := of_size(size))]
         worlds = [size.num_processes for size, _ in found]
         middle = [spread.median for _, spread in found]
         errors = [
@@ -129,7 +125,7 @@ def _curves(axes: Axes, lines: Sequence[Line], of_size: Callable[[Size], Spread 
 
 def _process_axis(axes: Axes, lines: Sequence[Line], from_zero: bool = True) -> None:
     """Set the ticks at the measured world sizes."""
-    worlds = sorted({size.num_processes for line in lines for size in line.sizes})
+    worlds = sorted({size.num_processes for line in lines for size in line.series.sizes})
     if worlds[-1] / worlds[0] > _WIDE:
         axes.set_xscale("log", base=2)
     axes.set_xticks(worlds, [str(world) for world in worlds])
@@ -154,9 +150,9 @@ def _draw_times(figure: Figure, lines: Sequence[Line]) -> None:
     _curves(axes, lines, lambda size: size.epoch_time)
     for line in lines:
         _dots(axes, line, lambda row: row.epoch_time)
-        worlds, first = [size.num_processes for size in line.sizes], line.sizes[0]
+        worlds, first = [size.num_processes for size in line.series.sizes], line.series.sizes[0]
         per_sample = first.epoch_time.median / (first.typical.samples or 1) * first.num_processes
-        ideal = [per_sample * (size.typical.samples or 1) / size.num_processes for size in line.sizes]
+        ideal = [per_sample * (size.typical.samples or 1) / size.num_processes for size in line.series.sizes]
         axes.plot(worlds, ideal, **_IDEAL)
     axes.set_ylabel("time (s): each timing (dot) and the median")
     _process_axis(axes, lines)
@@ -167,7 +163,7 @@ def _draw_speedup(figure: Figure, lines: Sequence[Line]) -> None:
     _curves(speedups, lines, lambda size: size.speedup)
     _curves(efficiencies, lines, lambda size: size.efficiency)
     for line in lines:
-        worlds = [size.num_processes for size in line.sizes]
+        worlds = [size.num_processes for size in line.series.sizes]
         speedups.plot(worlds, [world / worlds[0] for world in worlds], **_IDEAL)
     speedups.set_ylabel("speedup over the smallest world")
     _process_axis(speedups, lines)
@@ -204,7 +200,7 @@ def _draw_accuracy(figure: Figure, lines: Sequence[Line]) -> None:
 
 
 def _draw_step_times(figure: Figure, lines: Sequence[Line]) -> None:
-    bars = [(line, size) for line in lines for size in line.sizes if size.typical.parts]
+    bars = [(line, size) for line in lines for size in line.series.sizes if size.typical.parts]
     figure.set_figheight(max(_HEIGHT, 1.8 + 0.3 * len(bars)))
     axes = figure.subplots()
     places = [index + 0.5 * lines.index(line) for index, (line, _) in enumerate(bars)]

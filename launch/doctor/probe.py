@@ -86,8 +86,7 @@ def probe_run(
         for at, rank in enumerate(ranks):
             noted = {"error": "".join(processes.last_lines(rank.folder / "log", 1)), **(rank.answer or {})}
             reports.append(Report(first + at, code=rank.process.poll(), **noted))
-    done = [stage for stage in stages if all(stage in report.found for report in reports)]
-    found = (next(filter(None, (report.found[stage] for report in reports)), None) for stage in done)
+    found = [reports[0].found[stage] for stage in stages if all(stage in report.found for report in reports)]
     return [Check(**one) for one in found if one], failure_in(request, reports, in_time)
 
 

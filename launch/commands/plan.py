@@ -115,7 +115,7 @@ def _print_answers(plan: Plan) -> None:
         print(f"without offload nothing fits: even {least.name} needs {_gib(least.total_bytes)} GiB")
     answers = [(best.time.total, f"take {best.name}, {_why(plan)}", best, plan.command)]
     for step in plan.next_steps:
-        adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
+        adapters = "train adapters, " if step.planned.run["use_peft"] and plan.trained == plan.parameters else ""
         answers.append((step.planned.time.total, f"{adapters}without offload", step.planned, step.words))
     answers.sort(key=lambda answer: answer[0] or 0)  # if no time is known, all are 0 and the order stays
     for number, (seconds, what, entry, command) in enumerate(answers):

@@ -276,11 +276,6 @@ class NextStep:
     saves_host_bytes: int  # in the RAM of each node
     slowdown: str  # the change's cost in time
 
-    @property
-    def adapters(self) -> bool:
-        """True if the changed run trains adapters and not all weights."""
-        return self.planned.run["use_peft"]
-
 
 def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned | None) -> list[NextStep]:
     """Return changes to try if nothing fits, alternatives if only offload fits, else nothing.
@@ -299,8 +294,8 @@ def _next_steps(request: Request, planner: Planner, row: Planned, best: Planned 
             if (step.saves_host_bytes if row.fits_gpu else step.saves_bytes) > 0:
                 found.setdefault((entry.total_bytes, entry.host_bytes_per_node), step)
         elif entry.fits and run.engine.offload_optimizer == "none" and run["max_length"] == row.run["max_length"]:
-            found.setdefault(step.adapters, step)
-            if step.adapters:
+            found.setdefault(run["use_peft"], step)
+            if run["use_peft"]:
                 break
     return list(found.values())
 

@@ -181,12 +181,13 @@ def test_liger_is_a_next_step_where_only_the_logits_do_not_fit():
 
 def test_if_only_offload_fits_one_next_step_of_the_plan_avoids_it_without_lora_and_one_with_lora():
     plan = planned("--max_length", "128", config=LARGE, gpu_memory=2.38)
-    assert plan.recommended == "memory" and [step.adapters for step in plan.next_steps] == [False, True]
+    assert plan.recommended == "memory"
+    assert [step.planned.run["use_peft"] for step in plan.next_steps] == [False, True]
     for step in plan.next_steps:
         run, entry = as_printed(step.words, 2.38)
-        assert entry.fits and run.engine.offload_optimizer == "none" and bool(run["use_peft"]) == step.adapters
-        assert not (step.adapters and run["gradient_checkpointing"])  # which costs time, and is not needed here
-        assert (run["learning_rate"] == 2e-4) == step.adapters
+        assert entry.fits and run.engine.offload_optimizer == "none" and run["use_peft"] == step.planned.run["use_peft"]
+        assert not (run["use_peft"] and run["gradient_checkpointing"])  # which costs time, and is not needed here
+        assert (run["learning_rate"] == 2e-4) == run["use_peft"]
 
 
 def test_next_steps_that_change_the_recipe_drop_accelerate_config_and_say_so():

@@ -30,7 +30,6 @@ from recipes.planner.fits import Estimator
 from recipes.quiet import silence
 from recipes.rules.facts import gradient_accumulation_kwargs
 from recipes.run import here, resolve
-from recipes.run.files import shipped
 from recipes.run.hardware import Hardware
 
 WORLD = 2
@@ -61,8 +60,7 @@ def case_of(name: str):
     flags += f" --recipe sharded --optim adamw_torch_fused --max_length {length} --per_device_train_batch_size {MICRO}"
     for flag, value in {"--bf16": "true", "--gradient_accumulation_steps": "1"}.items():
         flags += "" if flag in flags else f" {flag} {value}"
-    yaml = str(shipped("sharded.yaml"))
-    place = here(WORLD, hardware=Hardware(cores=2), accelerate_config=yaml, environment={}, trained_by="nobody")
+    place = here(WORLD, "sharded", hardware=Hardware(cores=2), environment={}, trained_by="nobody")
     return LlamaConfig(**_WIDE, **changes), resolve(flags.split(), place)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from recipes.rules import facts
 from recipes.run import here, resolve
-from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 
 CPU = Hardware()
@@ -52,9 +51,9 @@ class Run:
         place = {"hardware": self.hardware, "environment": self.environment, "packages": self.elsewhere}
         return resolved(self.argv, self.world, accelerate_config=self._config(folder), **place)
 
-    def _config(self, folder: Path) -> str | None:
-        if not self.yaml or "\n" not in self.yaml:
-            return str(shipped(self.yaml)) if self.yaml else None
+    def _config(self, folder: Path) -> str:
+        if "\n" not in self.yaml:
+            return self.yaml
         file = folder / "accelerate.yaml"
         file.write_text(self.yaml, encoding="utf-8")
         return str(file)

@@ -9,7 +9,6 @@ from launch.host.world import World, launched, prepare_environment, require_laun
 from recipes.errors import UserError
 from recipes.run import here, resolve
 from recipes.run.engine import from_environment
-from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import run_ranks
 
@@ -33,8 +32,7 @@ def test_optimizer_offload_divides_the_cpu_cores_as_threads_among_the_processes(
     """`accelerate launch` leaves each process one thread."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     hardware = Hardware((Gpu("A100", (8, 0), 80 << 30),) * 2, cores=6)
-    yaml = str(shipped(f"{recipe}.yaml"))
-    run = resolve(["--recipe", recipe], here(2, hardware=hardware, accelerate_config=yaml, environment={}))
+    run = resolve(["--recipe", recipe], here(2, recipe, hardware=hardware, environment={}))
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     use_threads(run, World(2, 0, 2))

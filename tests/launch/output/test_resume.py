@@ -18,7 +18,6 @@ from launch.output.checkpoints import manifest_of, newest_complete, newest_valid
 from launch.output.resume import find_earlier_run, look_ahead, make_room
 from recipes.errors import UserError
 from recipes.run import here, resolve
-from recipes.run.files import shipped
 from tests.support.running import losses, model_flags, read_record, rewrite, train_here
 
 SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 9 --learning_rate 1e-3 --logging_steps 1".split()
@@ -277,7 +276,7 @@ def test_a_resume_notes_that_a_hub_dataset_has_a_new_commit(stopped, asked):
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP1", "DeepSpeed ZeRO-2, optimizer offload"])
 def test_checkpoints_of_another_engine_are_refused(engine, tmp_path):
-    place = here(2, accelerate_config=str(shipped("sharded.yaml")), environment={})
+    place = here(2, "sharded", environment={})
     run = resolve(["--recipe", "sharded", "--output_dir", str(tmp_path)], place)
     ended = {"status": "finished", "global_step": 1, "model_files": {}}
     record.write(tmp_path, {**record.started(run), **ended})

@@ -5,7 +5,6 @@ from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 from recipes import plan_memory
 from recipes.planner.trace import LiveBytes
 from recipes.run import here, resolve
-from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 
 V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
@@ -29,9 +28,7 @@ def peak(traced) -> int:
 
 
 def run_of(recipe="standard", *argv, world=1, hardware=V100, engine=None, local=None):
-    """`engine`: a YAML of ours by its name, or a file."""
-    yaml = str(engine if "/" in str(engine) else shipped(f"{engine}.yaml")) if engine else None
-    place = here(world, yaml, local, hardware=hardware, environment={}, trained_by="nobody")
+    place = here(world, engine, local, hardware=hardware, environment={}, trained_by="nobody")
     return resolve(["--recipe", recipe, *argv], place)
 
 

@@ -35,8 +35,8 @@ def as_printed(command, card=SMALL_CARD, world=1):
     """The run of a printed command, which is legal, and its plan at its own micro-batch."""
     words = shlex.split(command.removeprefix("pip install liger-kernel && "))
     assert words[:2] == ["recipes", "train"] and words[words.index("--num_processes") + 1] == str(world)
-    engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
-    engine = words[3] if words[2] == "--accelerate_config" else engine
+    own = RECIPES[words[words.index("--recipe") + 1]]().engine
+    engine = words[3] if words[2] == "--accelerate_config" else own
     liger = "--use_liger_kernel true" in command  # which a step may ask to install
     gpus = (Gpu("a GPU", (8, 0), round(card * 1e9)),) * world
     hardware = Hardware(gpus, cores=8 * world, liger=liger)

@@ -13,7 +13,6 @@ from recipes.catalog import RECIPES
 from recipes.errors import Problem
 from recipes.rules.check import check
 from recipes.rules.probe import _optimizer_class, probe, probe_in_child, refused_by_library
-from recipes.run.files import shipped
 from recipes.run.hardware import Hardware
 from tests.support.running import python
 from tests.support.runs import DS, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, resolved, yaml
@@ -157,9 +156,8 @@ def test_a_librarys_error_that_names_no_setting_is_reported_unchanged():
 @pytest.mark.parametrize("hardware", [Hardware(), TWO_GPUS], ids=["CPU", "GPUs"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_library_probe_accepts_every_recipe_with_its_shipped_accelerate_yaml(recipe, hardware, world):
-    config = str(shipped(RECIPES[recipe]().engine))
     argv, processes = ["--recipe", recipe], 1 if recipe == "baseline" else world
-    run = resolved(argv, processes, hardware=hardware, accelerate_config=config)
+    run = resolved(argv, processes, hardware=hardware, accelerate_config=RECIPES[recipe]().engine)
     assert probe(run) == []
 
 

@@ -82,6 +82,5 @@ MACHINES = {
 def test_recipes_and_shipped_accelerate_yamls_are_legal_on_every_machine(recipe):
     for (hardware, world), file in itertools.product(MACHINES.values(), [None, *SHIPPED]):
         world = 1 if file == "single.yaml" else world  # which is what it starts
-        config = str(shipped(file)) if file else None
-        found = check(resolved(f"--recipe {recipe}", world, hardware=hardware, accelerate_config=config))
+        found = check(resolved(f"--recipe {recipe}", world, hardware=hardware, accelerate_config=file))
         assert not [str(one) for one in found if one.severity == "error"], (hardware, world, file)

@@ -16,7 +16,6 @@ case "$1" in
     --query-gpu=driver_version) printf '580.1\\n580.1\\n' ;;
     --query-gpu=index,memory.free,memory.total) printf '0, 80000, 81559\\n1, 1000, 81559\\n' ;;
     --query-compute-apps=*) printf '4242, python\\n' ;;
-    --query-gpu=*) printf '[N/A]\\n[N/A]\\n' ;;
 esac
 """
 

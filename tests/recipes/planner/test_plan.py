@@ -15,7 +15,7 @@ from recipes.planner.memory import EVALUATION, NOTHING, TRAINING
 from recipes.rules.check import check
 from recipes.run import here, resolve
 from recipes.run.files import shipped
-from recipes.run.hardware import Gpu, Hardware
+from recipes.run.hardware import Gpu
 from tests.recipes.planner.small import LARGE, SMALL, planned, run_of
 from tests.support.runs import A100, machine
 
@@ -38,8 +38,7 @@ def as_printed(command, card=SMALL_CARD, world=1):
     own = RECIPES[words[words.index("--recipe") + 1]]().engine
     engine = words[3] if words[2] == "--accelerate_config" else own
     liger = "--use_liger_kernel true" in command  # which a step may ask to install
-    gpus = (Gpu("a GPU", (8, 0), round(card * 1e9)),) * world
-    hardware = Hardware(gpus, cores=8 * world, liger=liger)
+    hardware = machine(Gpu("a GPU", (8, 0), round(card * 1e9)), world, liger)
     place = here(world, engine, hardware=hardware, environment={}, trained_by="nobody", packages=frozenset())
     run = resolve(words[words.index("--recipe") :], place)
     assert not [problem for problem in check(run) if problem.severity == "error"], command

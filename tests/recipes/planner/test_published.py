@@ -3,10 +3,9 @@
 import pytest
 
 from recipes.planner.published import context_of
-from recipes.run.hardware import Gpu, Hardware
+from recipes.run.hardware import Gpu
 from tests.recipes.planner.small import run_of
-
-MIB = 2**20
+from tests.support.runs import machine
 
 
 @pytest.mark.parametrize(
@@ -20,6 +19,5 @@ MIB = 2**20
     ],
 )
 def test_planned_cuda_context_is_the_known_or_the_largest_one_and_includes_nccl(card, world, mib, source):
-    gpus = (Gpu(card, (8, 0), 24 << 30),) * world
-    found = context_of(run_of(hardware=Hardware(gpus, cores=8), world=world))
-    assert round(found.bytes / MIB) == mib and found.source.startswith(source)
+    found = context_of(run_of(hardware=machine(Gpu(card, (8, 0), 24 << 30), world), world=world))
+    assert round(found.bytes / 2**20) == mib and found.source.startswith(source)

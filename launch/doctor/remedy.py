@@ -50,10 +50,10 @@ def switch_sets(request: Request) -> list[Switches]:
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
     """Yield the checks that need ranks, unless an earlier check shows that no rank can start."""
-    request, attempts = meeting.request, _Attempts(meeting)
     if any(check.fatal for check in earlier):
         return
-    checks, own = probe_run(request, OF_ONE if request.processes == 1 else STAGES, meeting.port)
+    attempts = _Attempts(meeting, OF_ONE if meeting.request.processes == 1 else STAGES)
+    checks, own = probe_run(meeting.request, attempts.stages, meeting.port)
     yield from checks
     first = attempts.worst(own, any(check.status == "error" for check in earlier))
     if first:
@@ -67,7 +67,7 @@ class _Attempts:
     """Further probe runs, while time is left. `failed`: other nodes that report a failed check."""
 
     meeting: Meeting
-    stages: tuple[str, ...] = ()
+    stages: tuple[str, ...]
     failed: list[int] = field(default_factory=list)
 
     def worst(self, own: StageFailure | None, failed: bool = False) -> StageFailure | None:
@@ -97,7 +97,7 @@ class _Attempts:
             return first.check()
         # Leave out the measurements, unless one of them failed.
         needed = {"start", "rendezvous", "connection", "end", first.stage}
-        self.stages = tuple(stage for stage in (STAGES if request.processes > 1 else OF_ONE) if stage in needed)
+        self.stages = tuple(stage for stage in self.stages if stage in needed)
         again = self.run("trying the same run again")
         if again is None:
             fix = "run the doctor again a few times: even a rare failure can end a training; see also `dmesg`"

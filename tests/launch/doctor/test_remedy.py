@@ -4,7 +4,7 @@ import pytest
 
 from launch.doctor import remedy
 from launch.doctor.network import Meeting
-from launch.doctor.probe import StageFailure
+from launch.doctor.probe import STAGES, StageFailure
 from tests.support.doctor import requested
 
 REFUSED = StageFailure("connection", "rank 1: refused", "look")
@@ -89,4 +89,4 @@ def test_the_doctor_reports_the_failure_that_caused_the_failures_on_other_nodes(
     words = "--nodes 3 --main_process_ip n0 --machine_rank 2"
     meeting = Meeting(requested(*words.split(), gpus=1))
     meeting.exchange = lambda *_, **__: [{**one, "failed": False} for one in said]
-    assert remedy._Attempts(meeting).worst(None).what == "on node 1: rank 1: ImportError"
+    assert remedy._Attempts(meeting, STAGES).worst(None).what == "on node 1: rank 1: ImportError"

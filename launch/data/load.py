@@ -80,7 +80,7 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     evaluation = None
     if held_out := [one.eval for one in tokens if one.eval is not None]:
         evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)
-        shared = 0 if streams else sum(one.shared for one in tokens)
+        shared = sum(one.shared for one in tokens)
         text += f"\nevaluation: {words}" + f", {shared:,} of the rows are also trained on" * bool(shared)
     elif run["eval_strategy"] != "no":
         raise UserError(nothing_to_evaluate_on("the data sets have only other splits", streams))

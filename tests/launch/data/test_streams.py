@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from launch.data.load import load_data, repeated_longest
-from launch.data.streams import PLACE, WINDOW, Stream
+from launch.data.streams import PLACE, WINDOW
 from recipes.errors import StreamBroke, UserError
 from tests.support.rows import CHAT, jsonl, learned, problem, run_with, texts
 
@@ -25,11 +25,11 @@ def folder(tmp_path):
     (tmp_path / "folder").mkdir()
     for number in range(4):
         jsonl(tmp_path, texts(*(f"{number}.{row}" for row in range(30 + number))), f"folder/{number}.jsonl")
-    return tmp_path / "folder"
+    return str(tmp_path / "folder")
 
 
 def stream(name, tokenizer, **chosen):
-    return load_data(run_with(dataset_name=str(name), **STREAM, **chosen), tokenizer).train
+    return load_data(run_with(dataset_name=name, **{**STREAM, **chosen}), tokenizer).train
 
 
 def rows_of(examples, tokenizer):
@@ -104,22 +104,18 @@ def parts(folder, tmp_path):
     questions = [{"q": f"{number}+1=", "a": f"A{number}", "prompt": "unused"} for number in range(11)]
     Dataset.from_list(texts(*(f"B{row}" for row in range(700)))).save_to_disk(tmp_path / "saved")
     return [
-        {"name": str(folder), "weight": 3},
+        {"name": folder, "weight": 3},
         {"name": str(tmp_path / "saved"), "weight": 2.5},
         {"name": jsonl(tmp_path, questions, "asked.jsonl"), "weight": 1, "columns": {"q": "prompt", "a": "completion"}},
         {"name": jsonl(tmp_path, [{"messages": CHAT}] * 8, "chats.jsonl"), "weight": 0.5},
     ]
 
 
-def mixture(parts, tokenizer, **chosen) -> Stream:
-    return load_data(run_with(dataset_name=parts, **{**STREAM, "max_length": 128, **chosen}), tokenizer).train
-
-
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_datasets_of_a_streamed_mixture_appear_in_proportion_to_their_weights(ranks, parts, tokenizer):
     found, part_of = [], {"A": 2, "B": 1, "<": 3}
     for rank in range(ranks):
-        own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 3_500 // ranks)
+        own = first(replace(stream(parts, tokenizer, max_length=128), rank=rank, ranks=ranks), 3_500 // ranks)
         found += [part_of.get(text[0], 0) for text in rows_of(own, tokenizer)]
     shares = np.bincount(found) / len(found)
     assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.01
@@ -128,7 +124,7 @@ def test_the_datasets_of_a_streamed_mixture_appear_in_proportion_to_their_weight
 @pytest.mark.parametrize("settings", [{}, PACKED], ids=str)
 @pytest.mark.parametrize(("reader", "readers"), [(0, 1), pytest.param(5, 6, marks=pytest.mark.slow)])
 def test_a_streamed_mixture_resumes_exactly_after_any_example(settings, reader, readers, parts, tokenizer):
-    whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
+    whole = replace(stream(parts, tokenizer, max_length=128, **settings), rank=reader, ranks=readers)
     stops = (1, 60, 110) if settings else (7, 1_000, 1_001)  # in two windows
     examples = first(whole, stops[-1] + 5)
     for stop in stops:

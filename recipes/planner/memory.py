@@ -506,12 +506,10 @@ class Memory:
         """
         if self.offloads:
             return 0
-        weights, width = self.weights, trained_bytes(self.run)
-        flat = self.kind == "deepspeed" and self.run["optim"] != "adafactor"
-        if flat:
-            weights, width = Weights(self._at_once, self._at_once, largest_parameter=self._at_once), FP32
-        asked = max(sum(group) for group in requests_of_update(self.run, weights, width))
-        return asked if flat else self._shard(asked, 1)
+        if self.kind == "deepspeed" and self.run["optim"] != "adafactor":
+            flat = Weights(self._at_once, self._at_once)
+            return max(map(sum, requests_of_update(self.run, flat, FP32)))
+        return self._shard(max(map(sum, requests_of_update(self.run, self.weights, trained_bytes(self.run)))), 1)
 
     @property
     def _bucket_bytes(self) -> int:

@@ -103,8 +103,8 @@ def model_of(name, attention):
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
-def batch_of(rows, length=16):
-    packs = Packs(examples(rows), length)
+def batch_of(rows):
+    packs = Packs(examples(rows), 16)
     return Stack()([packs[number] for number in range(len(packs))])
 
 

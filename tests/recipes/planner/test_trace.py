@@ -107,7 +107,6 @@ _LINEAR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 _LINEAR |= {"shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
-_SHORT = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2}
 
 FAMILIES = {
     "bert": transformers.BertConfig(**_SHAPE, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
@@ -120,7 +119,7 @@ FAMILIES = {
         text_config=SIZED, vision_config={**_VISION, "image_size": 28, "patch_size": 14}
     ),
     "qwen3_next": transformers.Qwen3NextConfig(**SIZED, **_LINEAR),
-    "mamba": transformers.MambaConfig(**_SHORT),
+    "mamba": transformers.MambaConfig(vocab_size=500, hidden_size=64, num_hidden_layers=2),
     "jamba": transformers.JambaConfig(**_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
 }
 

@@ -37,23 +37,23 @@ MOST_LINES = 800  # of a file, which is one concept
 # The most lines of each room; of `recipes` and `launch`, of the files directly in them. Only new
 # behaviour raises a number, and its commit gives the reason.
 BUDGETS = {
-    "recipes": 777,
-    "recipes/legal": 491,
+    "recipes": 776,
+    "recipes/legal": 490,
     "recipes/run": 1839,
-    "recipes/rules": 2464,
-    "recipes/planner": 3023,
-    "recipes/scaling": 1140,
+    "recipes/rules": 2458,
+    "recipes/planner": 3007,
+    "recipes/scaling": 1138,
     "launch": 533,
-    "launch/commands": 1253,
-    "launch/data": 2083,
-    "launch/doctor": 1271,
+    "launch/commands": 1250,
+    "launch/data": 2082,
+    "launch/doctor": 1270,
     "launch/explain": 400,
     "launch/fit": 255,
     "launch/host": 1152,
-    "launch/jobs": 1338,
-    "launch/output": 1457,
-    "launch/scaling": 885,
-    "launch/training": 2282,
+    "launch/jobs": 1336,
+    "launch/output": 1438,
+    "launch/scaling": 877,
+    "launch/training": 2270,
 }
 
 

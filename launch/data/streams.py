@@ -41,13 +41,13 @@ SHARDS = 1024  # of data on the disk: enough for any number of readers to get ne
 
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
-    """An endless stream of examples, in windows of about WINDOW examples. For a resume, an example
-    carries its place, a dict: `window` is the number of its window, `taken` counts this window's
-    examples so far, and `parts` lists the window's start in each part. A start has an epoch
-    (`round`), a state of `datasets` (`rows`), and the number of examples to skip after it (`used`).
+    """An endless stream of examples, in windows of about WINDOW examples. Each example carries the
+    place where a resume continues: its window's index (`window`), how many examples of this window
+    are used (`taken`), and where this window begins in each part of the data (`parts`): the epoch
+    (`round`), the `datasets` state (`rows`), and how many examples to skip after it (`used`).
 
-    Each worker of each rank is a reader with its own rows. `places` maps workers to places where
-    they resume; other workers begin in epoch `first_round`. Worker `turn` yields the first batch.
+    Each worker of each rank reads rows of its own. `places` maps a worker to the place where this
+    worker resumes; workers without a place begin in epoch `first_round`. Worker `turn` goes first.
     """
 
     parts: Sequence[Encoder]
@@ -171,7 +171,7 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     shards, its index among the readers that share these shards, and the number of those readers.
 
     All readers get equally many shards; if each gets 8 or more, some may get one more. The returned
-    rows have an epoch number of their own; all workers of a process share the number in `rows`.
+    rows have their own epoch number; all workers of a process share the epoch number of `rows`.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)

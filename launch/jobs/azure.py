@@ -403,7 +403,7 @@ def training_in(content: Json) -> Training:
     with contextlib.suppress(ValueError):  # a quotation mark is not closed, or no word is the script
         words = shlex.split(re.sub(r"\$\{\{\s*([\w.]+)\s*}}", lambda found: values.get(found[1], found[0]), line))
         script = [word.endswith("launch/train.py") for word in words].index(True)
-        before = " ".join(words[:script]).replace("=", " ").split()
+        before = [part for word in words[:script] for part in (word.split("=", 1) if word[:2] == "--" else [word])]
         config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
         elastic = not (config or "").endswith("single.yaml")  # `Job.command` doubles each $
         flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]

@@ -250,7 +250,7 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """Return the part that gets the time of the work after a step. No report shows "end"."""
+    """Return the name under which to time the work after a step. Reports omit "end"."""
     if state.global_step >= state.max_steps:
         return "end"
     if control.should_save or control.should_evaluate:

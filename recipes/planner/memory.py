@@ -439,7 +439,7 @@ class Memory:
 
     @property
     def frozen_width(self) -> int:
-        """Bytes between steps for each frozen parameter that is not in 4 bits."""
+        """Bytes that a frozen parameter not in 4 bits takes between steps."""
         # FSDP's shards of frozen weights keep the dtype in which the weights were loaded.
         return loaded_bytes(self.run) if self.kind == "fsdp" else weight_bytes(self.run)
 

@@ -338,7 +338,7 @@ def _step(request: Request, planner: Planner, row: Planned, recipe: str, changes
 
 
 def _changes(asked: RunSpec, length: int, parameters: int) -> Iterator[tuple[str, Settings, str]]:
-    """Yield changes in the order to try: recipe, flags (None drops a flag), and cost in time."""
+    """Yield (recipe, flags, cost in time) in the order to try. A flag of None is dropped."""
     checkpointed = {"gradient_checkpointing": True}
     lora = {**checkpointed, "use_peft": True}
     slow = parameters > 13e9 and not asked.explicit("learning_rate")  # Dettmers et al. 2023

@@ -415,10 +415,10 @@ def _at_length(three: Sequence[Traced], lengths: Sequence[int], length: int) -> 
 def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
     """Return the trace of `shallow` with `times` more pieces like the one that `deeper` adds.
 
-    The repeated piece of the forward, and of the backward, occurs once in `shallow`, twice in
-    `deeper`, and `times` + 1 times in the result. `share` selects where the piece begins: from 0,
-    the earliest possible allocation, to 1, the latest. Raises `ValueError` if operations differ, or
-    if a tensor's release time is not linear in the number of pieces and in its own piece's index.
+    Forward and backward each hold one such piece in `shallow`, two in `deeper`, and `times` + 1 in
+    the result. The piece may begin at several allocations: `share` selects one, from 0 (the
+    earliest) to 1 (the latest). Raises `ValueError` if operations differ, or if a tensor's release
+    time is not linear in the number of pieces and in the index of the piece that holds the tensor.
     """
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward

@@ -41,7 +41,7 @@ Words = str | Callable[[RunSpec], str]
 
 
 def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
-    """Return a rule that reports `settings` if `when(run)`; of several, only those that are on.
+    """Return a rule that, if `when(run)`, reports `settings` (if several, those that are on).
 
     A name in capitals is an environment variable. Any other name that is not a setting is a key of
     the YAML. `why` is the failure that the rule prevents; the default is `what`.
@@ -151,7 +151,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a whole number from 1 up", lambda value: value >= 1,
      "global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "eval_accumulation_steps dataloader_prefetch_factor early_stopping_patience dataset_num_proc lora_r "
-     "save_total_limit"),  # Trainer reads 0 as no limit
+     "save_total_limit ddp_timeout"),  # Trainer reads 0 as no limit
     ("a number of steps, or -1 to train for num_train_epochs", lambda value: value != 0, "max_steps"),
     ("a number of steps, or a part of the run, such as 0.1", lambda value: value > 0, "logging_steps save_steps"),
     ("a number of steps, or a part of the run, such as 0.1", lambda value: value >= 0, "eval_steps"),
@@ -250,7 +250,7 @@ _ERRORS = (
               lambda run: gradient_accumulation_kwargs(run).get("num_steps") not in (None, 1)
               or ("num_steps" in gradient_accumulation_kwargs(run) and run["gradient_accumulation_steps"] != 1),
               "num_steps changes the global batch", "use --gradient_accumulation_steps, without num_steps",
-              "num_steps silently replaces an accumulation of 1. With a larger one, the run fails."),
+              "num_steps silently replaces accumulation 1; a larger accumulation fails the run."),
     error_row("batches_are_not_split", "accelerator_config",
               lambda run: is_true(accelerator_config(run).get("split_batches")) and run.world_size > 1,
               "split_batches changes the global batch", "leave split_batches out",
@@ -428,7 +428,7 @@ _OF_TRAIN_PY = (
               "dispatch_batches needs batches of equal length, and repeats examples, which then count in the loss",
               "leave dispatch_batches out: each process reads its own batches",
               "The first step fails: `You can't use batches of different size with dispatch_batches=True`. With "
-              "--packing, the losses of examples that fill up the last batch are counted."),
+              "--packing, repeated examples fill up the last batch and count in the loss."),
 
     # Data
     error_row("only_the_demonstration_has_no_data", "dataset_name",

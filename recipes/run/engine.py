@@ -252,7 +252,7 @@ def _section(content: Mapping[str, Any], name: str) -> Json:
 
 
 def _int(value: Any) -> int:
-    """Return a whole number, also of digits as text, as the launchers read it; 0 for the rest."""
+    """Read an int or a string of digits, as the launchers do. Other values give 0."""
     if isinstance(value, str) and value.strip().isdecimal():
         return int(value)
     return value if type(value) is int else 0

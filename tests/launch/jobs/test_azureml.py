@@ -116,20 +116,20 @@ RECIPE = 'base: fast\npurpose: Ours.\nengine: ours/ours.yaml\nchanges: {learning
 def project(tmp_path, monkeypatch):
     """A user's folder, far from any checkout: a recipe, an engine and settings of their own."""
     monkeypatch.chdir(tmp_path)
-    Path("ours").mkdir()
-    shutil.copy(ROOT / "accelerate_configs" / "fast.yaml", "ours/ours.yaml")
+    Path("our YAMLs").mkdir()
+    shutil.copy(ROOT / "accelerate_configs" / "fast.yaml", "our YAMLs/ours.yaml")
     Path("ours.yaml").write_text(RECIPE)
     Path("settings.yaml").write_text("weight_decay: 0.1\n")
     return tmp_path
 
 
 def test_an_azureml_job_includes_the_users_recipe_config_and_accelerate_yaml(project, capsys):
-    words = ["--recipe", "ours.yaml", "--accelerate_config", "ours/ours.yaml", "--output", "mine.yaml"]
+    words = ["--recipe", "ours.yaml", "--accelerate_config", "our YAMLs/ours.yaml", "--output", "mine.yaml"]
     assert main([*SUBMIT, *words, "--", "--config", "settings.yaml"]) == 0
-    for name in ("ours.yaml", "ours/ours.yaml", "settings.yaml"):
+    for name in ("ours.yaml", "our YAMLs/ours.yaml", "settings.yaml"):
         assert (project / CODE / name).read_text() == (project / name).read_text()
     text = Path("mine.yaml").read_text()
-    assert "--config_file ours/ours.yaml " in text and "--recipe ours.yaml" in text
+    assert "--config_file 'our YAMLs/ours.yaml' " in text and "--recipe ours.yaml" in text
     assert main(["check", "--azureml", "mine.yaml"]) == 0
     assert "legal: ours" in capsys.readouterr().out
 

@@ -99,7 +99,7 @@ CASES |= {
 # settings, flags with which the run reads them, a value out of range, the nearest one in it
 RANGES = [
     ("global_batch_size per_device_train_batch_size gradient_accumulation_steps", "", "0", "1"),
-    ("save_total_limit dataset_num_proc", "", "0", "1"),
+    ("save_total_limit dataset_num_proc ddp_timeout", "", "0", "1"),
     ("learning_rate weight_decay seed neftune_noise_alpha", "", "-1", "0"),
     ("eval_steps eval_delay", EVAL, "-1", "0"),
     ("eval_accumulation_steps per_device_eval_batch_size", EVAL, "0", "1"),

@@ -109,7 +109,9 @@ def test_submit_azureml_without_the_azure_sdk_says_what_to_install(monkeypatch, 
 
 # --- Files of the user's --------------------------------------------------------------------------
 
-RECIPE = 'base: fast\npurpose: Ours.\nengine: ours/ours.yaml\nchanges: {learning_rate: [2.0e-5, "the best of three"]}\n'
+RECIPE = (
+    'base: fast\npurpose: Ours.\nengine: our YAMLs/ours.yaml\nchanges: {learning_rate: [2.0e-5, "the best of three"]}\n'
+)
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_an_azureml_job_includes_the_users_recipe_config_and_accelerate_yaml(pro
 
 
 def test_submit_azureml_refuses_a_recipe_data_file_or_output_dir_outside_the_job(project, monkeypatch, capsys):
-    monkeypatch.chdir(project / "ours")
+    monkeypatch.chdir(project / "our YAMLs")
     assert main([*SUBMIT, "--recipe", "../ours.yaml"]) == 2
     assert "copy the file into the current folder, and give --recipe ours.yaml" in capsys.readouterr().err
     flags = "-- --model_name_or_path . --dataset_name absent.jsonl --output_dir /outputs".split()

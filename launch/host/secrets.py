@@ -39,7 +39,7 @@ def in_environment() -> set[str]:
     return {value for value in named if len(value.strip()) >= _SHORTEST}
 
 
-def hide(content: Any, secrets: Collection[str] = ()) -> Any:
+def hide(content: Any, secrets: Collection[str]) -> Any:
     """Return `content` (JSON types) with `***` in place of `secrets` and texts that look secret."""
     if isinstance(content, dict):
         return {hide(name, secrets): hide(value, secrets) for name, value in content.items()}

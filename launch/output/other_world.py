@@ -55,7 +55,7 @@ def readers_of(checkpoint: Path) -> tuple[int, int] | None:
     return None if file is None or before is None else (before, json.loads(file.read_bytes())["workers"])
 
 
-def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
+def note(checkpoint: Path, processes: int, workers: int) -> str | None:
     """Return a line on what changes when `processes` processes, each with `workers` data workers,
     resume from the checkpoint. None if nothing changes.
     """

@@ -57,7 +57,7 @@ class StopWhenRequested(TrainerCallback):
     GPU waits. `finish_saving` waits until the checkpoint that was just written is complete.
     """
 
-    def __init__(self, request: StopRequest, world: World, finish_saving: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, request: StopRequest, world: World, finish_saving: Callable[[], None]) -> None:
         self.request, self.world, self.finish_saving = request, world, finish_saving
         self.group: ProcessGroup | None = None
         self.agreed = False

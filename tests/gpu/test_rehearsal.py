@@ -41,8 +41,8 @@ PLANNED = (
 @pytest.mark.parametrize("name", PLANNED)
 def test_planned_memory_of_two_training_steps_is_close_to_the_memory_measured_on_a_cpu(name, tmp_path):
     (planned,) = (case.plan("") for case in all_cases(rehearse=True) if case.plan and case.name == name)
-    # On a CPU, LoRA takes 8 % more than planned, and BERT, which has dropout, 15 %. Compiled, LoRA's
-    # first layer is planned as one of the others, of which this model has few.
+    # On a CPU, LoRA takes 8 % more than planned, and BERT, which has dropout, 15 %. LoRA's first
+    # compiled layer is planned as one of the others, of which this model has few.
     off = memory.compared(planned, figures_of(name, tmp_path))["difference"]
     assert (-0.16 if "bert" in name else -0.12) < off < (0.02 if COMPILED in name else 0.01)
 

@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/scaling": 1138,
     "launch": 533,
     "launch/commands": 1250,
-    "launch/data": 2082,
+    "launch/data": 2080,
     "launch/doctor": 1270,
     "launch/explain": 400,
     "launch/fit": 255,

@@ -216,9 +216,7 @@ class _Template:
             return self.tokenizer.apply_chat_template(chat, tools=self.tools, tokenize=False, **options)
         except (TemplateError, TypeError, LookupError, ValueError, AttributeError) as error:  # a template is a program
             what = f"the tokenizer's chat template refuses a chat: {one_line(error)}; the chat is {str(chat)[:200]}"
-            fix = (
-                "write the roles that the template wants, in its order; without a system role, use the first user text"
-            )
+            fix = "write the template's roles in its order; without a system role, put that text into a user message"
             raise mistake("dataset_name", what, fix) from None
 
     def marked(self) -> Spans | None:

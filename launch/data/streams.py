@@ -170,8 +170,8 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     """Deal the shards of `rows` to the readers (the data workers of all ranks). Return one reader's
     shards, its index among the readers that share these shards, and the number of those readers.
 
-    All readers get equally many shards; if each gets 8 or more, some may get one more. The returned
-    rows have their own epoch number; all workers of a process share the epoch number of `rows`.
+    Readers get equally many shards (from 8 each on, some may get one more). Call `set_epoch` on the
+    returned rows only: on `rows`, `set_epoch` would change the epoch of all workers of the process.
     """
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)

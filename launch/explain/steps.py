@@ -116,7 +116,7 @@ def measure(topic: str, setup: Setup, rank: int) -> Json:
 
     Each of `rows` has: `seconds`, the median of an optimizer step, and `off`, its relative error;
     `peak_bytes`; `synchronisations` and `sent_bytes` (given to the all-reduce) per step;
-    `gradient`, the norm of the optimizer's first gradient times `smaller` (see `Trainee`);
+    `gradient`, the norm of the optimizer's first gradient times `smaller`, the loss's divisor;
     `difference`, this gradient's relative distance from the first row's; `lost`, the share of the
     first row's nonzero gradient values that are 0 here; `loss` at the end, None if not finite.
     """

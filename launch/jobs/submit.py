@@ -210,5 +210,5 @@ def _described(folder: Path) -> tuple[str, str, str]:
         if outcome == "running":  # the run died before it could write its outcome
             outcome = "ended unexpectedly (killed?)"
         before = content.get("status", "unknown")  # a start with nothing to train changes no status
-        state = ", ".join(filter(None, (state, outcome))) or f"ended; status of an earlier start: {before}"
+        state = ", ".join(filter(None, (state, outcome))) or f"ended; run.json's status is still {before}"
     return where, state, last_line(submission.log)

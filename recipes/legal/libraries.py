@@ -111,8 +111,8 @@ def _words(source: str) -> set[str]:
 
 
 def optimizers() -> Json:
-    """Return the optimizers that ignore `optim_args`, those that ignore `adam_beta1`, and those of
-    bitsandbytes; and for each other optimizer the keys of `optim_args` that its code may read.
+    """Return the optimizers that ignore `optim_args`, those that ignore `adam_beta1`, those of
+    bitsandbytes, and the keys of `optim_args` that the code of each optimizer may read.
     """
     from transformers import trainer_optimizer
 

@@ -189,7 +189,7 @@ def parse_row(row: Mapping[str, Any], source: str) -> Timing:
             raise mistake(name, "is missing", f"add a column {name}{or_rate} with a value in every row", source)
     if values.get("scaling") == "weak" and not (values.keys() & {"samples", "tokens"}):
         what = "is missing: in weak scaling the work grows with the processes, and no column shows by how much"
-        raise mistake("samples", what, "add a column samples: all processes' examples during epoch_time", source)
+        raise mistake("samples", what, "add `samples`, the examples of all processes during epoch_time", source)
     return Timing(**values)
 
 

@@ -106,7 +106,7 @@ def compared(rule: str, without: float, beside: str = ""):
     return compare(Judgement(refused), trained(2.5), CASE, [rule], lambda case, rule: trained(without))
 
 
-def test_an_unchanged_loss_proves_to_the_campaign_that_trainer_ignores_a_setting_that_we_refuse():
+def test_a_refusal_of_an_ignored_setting_is_proven_if_the_loss_is_the_same_without_the_setting():
     assert compared(RULE, 2.5).proven and not compared(RULE, 2.5).disagreement
 
 

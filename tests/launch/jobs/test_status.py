@@ -81,7 +81,7 @@ def test_a_damaged_submission_json_is_ignored(text, tmp_path):
 @pytest.mark.parametrize(
     ("recorded", "state"),
     [
-        ({"status": "finished", "ended": "2026-01-01T00:00:00+0000"}, "ended; status of an earlier start: finished"),
+        ({"status": "finished", "ended": "2026-01-01T00:00:00+0000"}, "ended; run.json's status is still finished"),
         ({"status": "running", "started": "2026-01-03T00:00:00+0000"}, "ended unexpectedly (killed?)"),
     ],
 )

@@ -36,10 +36,12 @@ _ON_HUB = "check spelling, --dataset_config, network and `hf auth login`; paths 
 # --- Splits --------------------------------------------------------------------------------------
 
 
-def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, str]:
+def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> tuple[dict[str, str], dict[str, float]]:
     """Map `dataset_train_split` and, if the run evaluates, `dataset_test_split` to splits of this
-    part of the data. Raises `UserError` if there is no split to evaluate on, except in a mixture,
-    where another part may have such a split.
+    part of the data. Also map each of its splits to how many rows the run reads (inf: all).
+
+    Raises `UserError` for a missing split, and if there is no split to evaluate on, except in a
+    mixture, where another part may have such a split.
     """
     wanted = {"dataset_train_split": part.split or run["dataset_train_split"]}
     if run["eval_strategy"] != "no":
@@ -48,16 +50,11 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> dict[str, 
             wanted["dataset_test_split"] = held_out
         elif not parts_of(run["dataset_name"])[1:]:
             raise UserError(nothing_to_evaluate_on(f"the data has {', '.join(names)}", run["dataset_streaming"]))
-    return wanted
-
-
-def rows_needed(wanted: Mapping[str, str], names: Sequence[str]) -> dict[str, float]:
-    """Map each split to how many rows to read (inf: all). A missing split raises `UserError`."""
     needed: dict[str, float] = {}
     for flag, split in wanted.items():
-        for part in _parts(dict.fromkeys(names, 10**12), flag, split):  # even 1 % of 10**12 exceeds 10**9: read all
-            needed[part.splitname] = max(needed.get(part.splitname, 0), part.to if part.to < 10**9 else math.inf)
-    return needed
+        for piece in _parts(dict.fromkeys(names, 10**12), flag, split):  # even 1 % of 10**12 exceeds 10**9: read all
+            needed[piece.splitname] = max(needed.get(piece.splitname, 0), piece.to if piece.to < 10**9 else math.inf)
+    return wanted, needed
 
 
 def shared_rows(splits: Mapping[str, Dataset], wanted: Mapping[str, str]) -> int:

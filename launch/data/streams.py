@@ -184,8 +184,7 @@ def open_part(run: RunSpec, tokenizer, part: Part) -> Tokenized:
     """
     commit = sources.newest_commit(part.name)
     splits = sources.open_splits(run, part, commit, SHARDS)
-    wanted = sources.wanted_splits(run, part, list(splits))
-    sources.rows_needed(wanted, list(splits))  # raises for a missing split
+    wanted, _ = sources.wanted_splits(run, part, list(splits))
     rows = splits[wanted["dataset_train_split"]]
     if rows.num_shards % (run.batch.data_parallel * max(1, run["dataloader_num_workers"])):
         rows = rows.reshard()  # makes each row group of Parquet a shard; other files stay as they are

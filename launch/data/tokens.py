@@ -275,8 +275,7 @@ def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
     if not index:
         return None
     names, made = index["names"], index["made"]
-    wanted = sources.wanted_splits(run, part, names)
-    needed = sources.rows_needed(wanted, names)
+    wanted, needed = sources.wanted_splits(run, part, names)
     if not all(split in made and _is_enough(made[split], rows) for split, rows in needed.items()):
         return None
     splits = {split: _mapped(folder / split, made[split]["files"] if split in needed else 0) for split in names}
@@ -302,7 +301,7 @@ def _mapped(folder: Path, files: int) -> Dataset:
 def _make(folder: Path, run: RunSpec, tokenizer, part: Part, commit: str | None) -> Tokenized:
     """Tokenize the rows that the run reads and the folder lacks."""
     splits = sources.open_splits(run, part, commit)
-    needed = sources.rows_needed(sources.wanted_splits(run, part, list(splits)), list(splits))
+    _, needed = sources.wanted_splits(run, part, list(splits))
     index = {"made": {}, **(read_json(folder / _INDEX)[0] or {}), "names": list(splits), "commit": commit}
     for split, wanted in needed.items():
         made = index["made"].setdefault(split, {"files": 0, "rows": 0, "place": None, "ended": False})

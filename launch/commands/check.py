@@ -12,7 +12,7 @@ from recipes.errors import Problem, mistake
 from recipes.rules.check import check
 from recipes.rules.probe import probe_in_child
 from recipes.run import FIT, RunSpec, here, resolve, with_fit
-from recipes.run.hardware import Gpu, Hardware
+from recipes.run.hardware import Hardware
 from recipes.run.known_gpus import find
 
 _FLAGS = """
@@ -57,8 +57,7 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
         return azure.read(Path(options.azureml), rest)
     place = here(options.num_processes, options.accelerate_config)
     if options.gpu is not None:  # a node with one such GPU per process
-        known = find(options.gpu)
-        cards = (Gpu(known.name, known.capability, known.torch_bytes),) * place.world_size
+        cards = (find(options.gpu),) * place.world_size
         place = replace(place, hardware=Hardware(cards, cores=8 * place.world_size), packages=frozenset())
     run = with_fit(resolve(rest, place))
     return run, [*check_columns(run), *check(run)]

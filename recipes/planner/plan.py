@@ -240,8 +240,7 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
     if gpu_memory is not None:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))
     assert gpu
-    known = known_gpus.find(gpu)
-    return Gpu(known.name, known.capability, known.torch_bytes)
+    return known_gpus.find(gpu)
 
 
 def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:

@@ -12,16 +12,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.run.known_gpus import known
+from recipes.run.known_gpus import Gpu, known
 
 _MAJOR, _MINOR = 75, 76  # attributes COMPUTE_CAPABILITY_MAJOR and _MINOR in cuda.h
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A GPU has three memory sizes: the size on the box, the total that nvidia-smi shows, and the memory
 that CUDA and torch can allocate. The driver keeps 0.25 to 0.9 GiB of the total for itself, so a
-plan must fit the third size, which varies with the driver: `torch_bytes` is the smallest seen.
+plan must fit the third size, which varies with the driver: `memory_bytes` is the smallest seen.
 The sizes hold with ECC as shipped. ECC is on in data centre GPUs, where it takes a sixteenth of
 GDDR6 memory. ECC is off in RTX A6000 and RTX 6000 Ada.
 
@@ -20,16 +20,21 @@ from recipes.errors import UserError, mistake
 
 
 @dataclass(frozen=True)
-class KnownGpu:
-    """`gigabytes` is the size on the box, `torch_bytes` the memory that torch can allocate.
-
-    `peak_flops` is FLOP/s in bf16, None for a GPU without bf16, which has `peak_fp16_flops`.
-    """
+class Gpu:
+    """A GPU with the memory that torch can allocate."""
 
     name: str
-    gigabytes: int
-    torch_bytes: int
     capability: tuple[int, int]
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class KnownGpu(Gpu):
+    """`gigabytes` is the size on the box. `peak_flops` is FLOP/s in bf16, None for a GPU without
+    bf16, which has `peak_fp16_flops`.
+    """
+
+    gigabytes: int
     peak_flops: float | None
     peak_fp16_flops: float | None
 
@@ -74,7 +79,7 @@ def _read(name: str) -> tuple[str, int | None]:
 def _card(row: dict[str, str]) -> KnownGpu:
     major, minor = map(int, row["capability"].split("."))
     peaks = [float(row[name]) * 1e12 if row[name] else None for name in ("bf16_tflops", "fp16_tflops")]
-    return KnownGpu(row["name"], int(row["gigabytes"]), int(row["torch_mib"]) << 20, (major, minor), *peaks)
+    return KnownGpu(row["name"], (major, minor), int(row["torch_mib"]) << 20, int(row["gigabytes"]), *peaks)
 
 
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _table:

@@ -32,7 +32,7 @@ UNKNOWN = [
 def test_a_gpu_is_found_by_every_spelling_of_its_name_with_its_peak_flops(name):
     for spelling in SPELLINGS[name]:
         gpu = find(spelling)
-        here = Hardware((Gpu(spelling, gpu.capability, gpu.torch_bytes),))
+        here = Hardware((Gpu(spelling, gpu.capability, gpu.memory_bytes),))
         assert (gpu.name, here.peak_flops) == (name, gpu.peak_flops)
 
 
@@ -60,6 +60,7 @@ def test_a_gpu_that_is_not_in_the_catalogue_is_refused_and_has_no_peak_flops(nam
 @pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
 def test_memory_and_peak_flops_of_each_gpu_in_the_catalogue_are_plausible(gpu):
     assert find(gpu.name) is gpu
-    assert 0.95 * gpu.gigabytes * 10**9 < gpu.torch_bytes < gpu.gigabytes * 2**30 - 200 * 2**20  # the driver keeps some
+    most = gpu.gigabytes * 2**30 - 200 * 2**20  # the driver keeps some
+    assert 0.95 * gpu.gigabytes * 10**9 < gpu.memory_bytes < most
     assert (gpu.peak_flops is not None) == (gpu.peak_fp16_flops is None) == (gpu.capability >= (8, 0))
     assert 50e12 < (gpu.peak_flops or gpu.peak_fp16_flops) < 3e15

@@ -3,7 +3,6 @@ and checkpoints. Most rules of one expression, such as those about bf16 and tf32
 """
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,11 +120,10 @@ def torch_has_kernels_for_the_card(run):
     Since torch 2.11 only the cu126 wheels contain kernels for GPUs before Turing, such as the V100:
     https://github.com/pytorch/pytorch/pull/175253
     """
-    release, _, built = (legal.version("torch") or "").partition("+")
-    numbers = [int(part) for part in re.findall(r"\d+", release)[:2]]
-    if not run.hardware.cuda or run.hardware.capability >= (7, 5) or numbers < [2, 11] or built == "cu126":
+    release, _, built = str(legal.version("torch")).partition("+")
+    if not run.hardware.cuda or run.hardware.capability >= (7, 5) or built == "cu126":
         return
-    what = f"torch {numbers[0]}.{numbers[1]} has kernels for {run.hardware.gpus[0].name} only if built for CUDA 12.6"
+    what = f"torch {release} has kernels for {run.hardware.gpus[0].name} only if built for CUDA 12.6"
     fix = "install a torch built for CUDA 12.6: see torch's installation page"
     is_certain = built[:2] in ("", "cu") and not run.place.is_elsewhere  # the other machine may have another torch
     yield Problem("gpu", what, fix, "torch's release notes", "error" if is_certain else "advice")

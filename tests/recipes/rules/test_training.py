@@ -127,7 +127,6 @@ def test_accelerate_replaces_fp8_by_fp16_on_a_gpu_without_fp8(write_yaml, monkey
         ("2.13.0+cu130", "error"),
         ("2.13.0+cu126", None),
         ("2.13.0+cpu", "advice"),
-        ("2.10.0", None),
     ],
 )
 def test_recent_torch_on_a_v100_has_to_be_built_for_cuda_12_6(torch, severity, monkeypatch):

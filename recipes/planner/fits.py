@@ -255,13 +255,9 @@ class Planner:
         return self.at(run, sizes[-1])
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
-        """Return False if weights, gradients and optimizer do not fit, alone or with activations.
-
-        torch's cache is left out, because it takes longer to compute and only adds memory.
-        """
+        """Return False if weights, gradients and optimizer alone do not fit, without any trace."""
         weights = Memory(run, self.estimator.weights(run), accumulation=run.batch.share // micro)
-        may = self._fits_gpu(weights.gpu) and self._fits_host(weights)
-        return may and self._fits_gpu(self.estimator.memory(run, micro).gpu)
+        return self._fits_gpu(weights.gpu) and self._fits_host(weights)
 
     @property
     def _limit(self) -> int:

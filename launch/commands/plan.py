@@ -102,7 +102,8 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
         return
     if plan.recommended:
         _print_splits(plan, processes)
-    print(f"context: {plan.context.bytes / 2**20:,.0f} MiB, {plan.context.source}")
+    context, source = plan.context
+    print(f"context: {context / 2**20:,.0f} MiB, {source}")
     print(_EXPLANATION)
 
 

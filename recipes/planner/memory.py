@@ -284,9 +284,8 @@ def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[
 class Memory:
     """The memory of a run in which all `accumulation` micro-batches have the trace `micro_batch`.
 
-    `evaluation` is the trace of an evaluation batch, None without evaluations. `context` is the
-    memory that CUDA and NCCL take on a GPU; if None, `context_of` gives it. All sizes are in bytes.
-    Sizes of parameters, gradients and optimizer state are one GPU's share.
+    `evaluation` is the trace of an evaluation batch, None without evaluations. All sizes are in
+    bytes. Sizes of parameters, gradients and optimizer state are one GPU's share.
     """
 
     def __init__(
@@ -296,11 +295,10 @@ class Memory:
         micro_batch: Traced = NOTHING,
         accumulation: int = 1,
         evaluation: Traced | None = None,
-        context: int | None = None,
     ) -> None:
         self.run, self.weights, self.kind = run, weights, run.engine.kind
         self.micro_batch, self.accumulation, self.evaluation = micro_batch, accumulation, evaluation
-        self.context = context_of(run).bytes if context is None or not run.hardware.cuda else context
+        self.context, _ = context_of(run)
         self.stage = run.engine.zero_stage
         self.offloads = run.engine.offload_optimizer != "none"
         self.offloads_parameters = run.engine.offload_param != "none"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from recipes.errors import Problem, UserError, mistake, plural
 from recipes.legal.schema import package_folder
 from recipes.planner.fits import Planned, Planner, estimator_of
-from recipes.planner.published import Context, context_of
+from recipes.planner.published import context_of
 from recipes.planner.sizes import SHAPES, description, is_size, read_config
 from recipes.planner.speed import link_of, mfu_of, unknown_compute
 from recipes.rules.check import require_legal
@@ -60,7 +60,7 @@ class Plan:
     mfu_source: str
     bandwidth: float | None  # the assumed bytes per second between GPUs, None for an unknown link
     link: str
-    context: Context
+    context: tuple[int, str]  # the bytes that CUDA and NCCL take outside torch's allocator, and the source
     unknown_compute: str  # the reason if times leave out compute (`mfu` then has no effect), else empty
 
 

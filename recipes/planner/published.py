@@ -1,7 +1,5 @@
 """Published or measured facts about a GPU and its node: CUDA context, PCIe, Adam on the host."""
 
-from dataclasses import dataclass
-
 from recipes.run import RunSpec, known_gpus
 
 _MIB = 1 << 20
@@ -25,14 +23,6 @@ def pcie_of(capability: tuple[int, int]) -> float:
 # --- The CUDA context -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Context:
-    """GPU memory that a process takes outside torch's allocator, and the source of the figure."""
-
-    bytes: int
-    source: str
-
-
 # MiB of a training's context, by the start of the GPU's name in the catalogue. A context holds only
 # kernels that were called: torch makes CUDA load a kernel at its first call (CUDA_MODULE_LOADING).
 _OURS = "torch 2.11, CUDA 13.0, driver 580.159.04, tests/gpu/results"
@@ -45,16 +35,17 @@ _READ["H100"] = _READ["H200"]  # the H200 has the same processor and kernels
 _NCCL = 546  # MiB of a communicator in addition to the context, measured with one rank
 
 
-def context_of(run: RunSpec) -> Context:
-    """Return the memory that CUDA and NCCL take on each GPU of this run: the value known for this
-    kind of GPU; for an unknown kind, the largest known value; on a CPU, 0.
+def context_of(run: RunSpec) -> tuple[int, str]:
+    """Return the bytes that CUDA and NCCL take on each GPU of this run, outside torch's allocator,
+    and the source of the figure. The figure is the one known for this kind of GPU; for an unknown
+    kind, the largest known one; on a CPU, 0.
     """
     if not run.hardware.cuda:
-        return Context(0, "")
+        return 0, ""
     card = known_gpus.known(run.hardware.gpus[0].name) or run.hardware.gpus[0]
     alike = next((name for name in _READ if card.name.startswith(name)), None)
     mib, source = _READ[alike] if alike else max(_READ.values())
     source = source if alike else f"the largest known value, {source}"
     if run.world_size > 1 or run.engine.kind == "fsdp":  # FSDP2 uses NCCL on one GPU too
         mib, source = mib + _NCCL, f"{source}, with {_NCCL} MiB for NCCL, measured with one rank; several may take more"
-    return Context(round(mib * _MIB), source)
+    return round(mib * _MIB), source

@@ -132,8 +132,9 @@ def planned(reading: OfTrainer) -> Components:
     with _as_then(reading):
         case = replace(estimator.case(run, run.batch.micro), mask=not reading.name.startswith("fms"))
         traced = tracing.trace(estimator.config, case)
-    context = 1343 * MIB if reading.of_process else 0
-    return with_cached(Memory(run, estimator.weights(run), traced, kept, context=context), reading.card.memory_bytes)
+    memory = Memory(run, estimator.weights(run), traced, kept)
+    memory.context = 1343 * MIB if reading.of_process else 0
+    return with_cached(memory, reading.card.memory_bytes)
 
 
 @contextmanager

@@ -15,9 +15,8 @@ from packaging.version import Version
 
 from recipes import legal
 from recipes.errors import mistake
-from recipes.planner.published import context_of
 from recipes.rules.facts import is_true, syncs_each_micro_batch
-from recipes.run import RunSpec
+from recipes.run import RunSpec, known_gpus
 
 # --- What to trace, and what was found ------------------------------------------------------------
 
@@ -279,6 +278,33 @@ def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[
 
 
 # --- On the GPU -----------------------------------------------------------------------------------
+
+# MiB of a training's context, by the start of the GPU's name in the catalogue. A context holds only
+# kernels that were called: torch makes CUDA load a kernel at its first call (CUDA_MODULE_LOADING).
+_CUDA = {
+    "T4": (140.875, "published for T4 (torch 2.10, CUDA 12.8, github.com/Anassbzdd/fitcheck)"),
+    "A100": (426, "published for A100 (driver 535.183, CUDA 12.2, github.com/pytorch/torchrec/pull/3580)"),
+    "H200": (770, "measured on an H200 (torch 2.11, CUDA 13.0, driver 580.159.04, tests/gpu/results)"),
+}
+_CUDA["H100"] = _CUDA["H200"]  # the H200 has the same processor and kernels
+_NCCL = 546  # MiB of a communicator in addition to the context, measured with one rank
+
+
+def context_of(run: RunSpec) -> tuple[int, str]:
+    """Return the bytes that CUDA and NCCL take on each GPU of this run, outside torch's allocator,
+    and the source of the figure. The figure is the one known for this kind of GPU; for an unknown
+    kind, the largest known one; on a CPU, 0.
+    """
+    if not run.hardware.cuda:
+        return 0, ""
+    card = known_gpus.known(run.hardware.gpus[0].name) or run.hardware.gpus[0]
+    alike = next((name for name in _CUDA if card.name.startswith(name)), None)
+    mib, source = _CUDA[alike] if alike else max(_CUDA.values())
+    source = source if alike else f"the largest known value, {source}"
+    if run.world_size > 1 or run.engine.kind == "fsdp":  # FSDP2 uses NCCL on one GPU too
+        mib += _NCCL
+        source += f", with {_NCCL} MiB for NCCL, measured with one rank; several may take more"
+    return round(mib * 2**20), source
 
 
 class Memory:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from recipes.errors import Problem, UserError, mistake, plural
 from recipes.legal.schema import package_folder
 from recipes.planner.fits import Planned, Planner, estimator_of
-from recipes.planner.published import context_of
+from recipes.planner.memory import context_of
 from recipes.planner.sizes import SHAPES, description, is_size, read_config
 from recipes.planner.speed import link_of, mfu_of, unknown_compute
 from recipes.rules.check import require_legal

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recipes.planner.memory import FP32, HALF, HALF_A_BYTE, Weights, recomputes, shards
-from recipes.planner.published import ADAM_SECONDS, pcie_of
 from recipes.rules.facts import syncs_each_micro_batch
 from recipes.run import RunSpec
 from recipes.run.hardware import Gpu
@@ -39,6 +38,14 @@ _MFU = (
 _NVLINK = {"H100 SXM": 370e9, "H200 SXM": 370e9, "A100": 200e9, "V100": 123e9, "B200": 740e9}
 _OF_PCIE = 20 / 32
 
+# Bytes per second between a GPU and its host, one way, by the major compute capability: half of the
+# two-way figure in NVIDIA's data sheets. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S: Gen4,
+# 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
+_PCIE = {7: 16e9, 8: 32e9}
+# Adam on the host, in seconds for each parameter that a node updates: 8.2 s for 11.6B (DeepSpeed's
+# author, github.com/deepspeedai/DeepSpeed/pull/735). issues/6834 has 10 s for 18B on a node.
+_ADAM_SECONDS = 8.2 / 11.6e9
+
 
 def mfu_of(card: str) -> tuple[float, str]:
     """Return the share of the GPU's peak that a step is assumed to reach, and its source."""
@@ -56,6 +63,10 @@ def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
         if card.name.startswith(name):
             return speed, "NVLink"
     return _OF_PCIE * pcie_of(gpu.capability), "PCIe"
+
+
+def pcie_of(capability: tuple[int, int]) -> float:
+    return _PCIE.get(capability[0], 64e9)
 
 
 @dataclass(frozen=True)
@@ -215,7 +226,7 @@ def host_seconds(run: RunSpec, weights: Weights, accumulation: int) -> float:
         return 0.0
     updated_on_node = weights.trained * run.local_world_size / run.world_size
     exchange = pcie_bytes(run, weights, accumulation) / pcie_of(run.hardware.capability)
-    return exchange + updated_on_node * ADAM_SECONDS
+    return exchange + updated_on_node * _ADAM_SECONDS
 
 
 def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:

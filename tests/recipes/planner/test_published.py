@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.planner.published import context_of
+from recipes.planner.memory import context_of
 from recipes.run.hardware import Gpu
 from tests.recipes.planner.small import run_of
 from tests.support.runs import machine

@@ -124,7 +124,6 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
         "found": record.now(),
         "probes": probes,
         "holds_for": fitted.identity(run),
-        "file": str(Path(run["output_dir"]) / FIT),
     }
 
 

@@ -33,10 +33,8 @@ def identity(run: RunSpec) -> Json:
 
 
 def read(folder: str | Path) -> Json:
-    """Return the content of a fit.json, with its path as `file`; {} if it is missing or damaged."""
-    file = Path(folder) / FIT
-    content = read_json(file)[0]
-    return {**content, "file": str(file)} if content else {}
+    """Return the content of a fit.json; {} if it is missing or damaged."""
+    return read_json(Path(folder) / FIT)[0] or {}
 
 
 def asks_for_a_micro_batch(run: RunSpec) -> bool:
@@ -62,5 +60,6 @@ def batch(run: RunSpec, fit: Json) -> Batch | None:
 
 def as_batch(run: RunSpec, fit: Json) -> Batch:
     """Return the batch sizes in `fit`, with the measured memory peak as part of the reason."""
-    reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
+    file = Path(run["output_dir"]) / FIT
+    reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({file})"
     return Batch(fit["micro_batch"], fit["accumulation"], run.batch.data_parallel, reason, FIT)

@@ -93,10 +93,8 @@ def paths_of(name: str | None) -> list[Path]:
     The list is sorted, and empty if this machine has no such file or folder.
     """
     path = os.path.expanduser(name or "")  # noqa: PTH111, Path.expanduser raises for an unknown user
-    if name and os.path.exists(path):  # noqa: PTH110, Path.exists raises for a long name
+    if os.path.exists(path):  # noqa: PTH110, Path.exists raises for a long name
         return [Path(path)]
-    if not name or not glob.has_magic(name):
-        return []
     return [Path(match) for match in sorted(glob.glob(path, recursive=True)) if Path(match).is_file()]  # noqa: PTH207
 
 

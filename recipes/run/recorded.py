@@ -157,9 +157,8 @@ def _found(record: Json, name: str, value: Any) -> Any:
     absolute path, provided that this path exists.
     """
     then = (record.get("paths") or {}).get(name)
-    if not then or not isinstance(value, str) or ":" in value or paths_of(value):  # mine.py:mine names a function
-        return value
-    return then if paths_of(then) else value
+    is_lost = isinstance(value, str) and ":" not in value and not paths_of(value)  # mine.py:mine names a function
+    return then if is_lost and paths_of(then) else value
 
 
 def at_a_place(record: Json) -> set[str]:

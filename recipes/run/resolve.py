@@ -82,6 +82,5 @@ def _split(recipe: Recipe, place: Place, engine: Engine, given: Given, problems:
         return split(total, groups, recipe.micro_batch_cap, micro, accumulation, engine.parallelism.sharing)
     except UserError as error:
         source = " and ".join(sorted({given[name].source for name in BATCH_FIELDS if name in given})) or "default 16"
-        about_processes = any(problem.subject == "num_processes" for problem in error.problems)
-        problems += [replace(found, source="" if about_processes else source) for found in error.problems]
+        problems += [one if one.subject == "num_processes" else replace(one, source=source) for one in error.problems]
         return Batch(1, 1, groups, "unknown: the global batch cannot be split")

@@ -234,13 +234,12 @@ def _names(request: Request, recipe: str | None) -> list[str]:
 
 
 def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
-    if bool(gpu) == (gpu_memory is not None):
-        what = "is given, and gpu_memory too" if gpu else "is missing"
-        raise mistake("gpu", what, "give either gpu (--gpu NAME) or gpu_memory (--gpu_memory GB)")
-    if gpu_memory is not None:
+    if gpu and gpu_memory is None:
+        return known_gpus.find(gpu)
+    if gpu_memory is not None and not gpu:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))
-    assert gpu
-    return known_gpus.find(gpu)
+    what = "is given, and gpu_memory too" if gpu else "is missing"
+    raise mistake("gpu", what, "give either gpu (--gpu NAME) or gpu_memory (--gpu_memory GB)")
 
 
 def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:

@@ -248,11 +248,11 @@ class Planner:
 
     def _largest(self, run: RunSpec) -> Planned:
         """Plan as `best` does, at the run's own evaluation batch."""
-        sizes = micro_batches(run)
-        for micro in sizes:
-            if self._may_fit(run, micro) and (entry := self.at(run, micro)).fits:
+        most = run.batch.micro if asks_for_a_micro_batch(run) else run.batch.share  # not above the user's own
+        for micro in run.batch.micro_batches:
+            if micro <= most and self._may_fit(run, micro) and (entry := self.at(run, micro)).fits:
                 return entry
-        return self.at(run, sizes[-1])
+        return self.at(run, 1)
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
         """Return False if weights, gradients and optimizer alone do not fit, without any trace."""
@@ -292,12 +292,6 @@ class Planner:
         """Yield a plan for each micro-batch that keeps the run's global batch, largest first."""
         for micro in planned.run.batch.micro_batches:
             yield planned if micro == planned.micro_batch else self.at(planned.run, micro)
-
-
-def micro_batches(run: RunSpec) -> list[int]:
-    """List micro-batches that keep the global batch, largest first, none above the user's own."""
-    most = run.batch.micro if asks_for_a_micro_batch(run) else run.batch.share
-    return [size for size in run.batch.micro_batches if size <= most]
 
 
 def _notes(run: RunSpec, kernels: frozenset[str], liger: bool, moment: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from recipes.errors import mistake, plural
 from recipes.run.engine import Parallelism
 
 BATCH = "batch arithmetic"
+_ALONE = Parallelism()  # each process trains on examples of its own
 
 
 @dataclass(frozen=True)
@@ -44,32 +45,26 @@ class Batch:
         return f"{self.micro} x {self.accumulation} x {self.data_parallel} = {self.total}"
 
 
-def data_parallel_size(world: int, parallelism: Parallelism) -> int:
-    """Return the number of processes, or groups of processes, that train on their own examples.
+def split(
+    total: int | None,
+    world: int,
+    cap: int,
+    micro: int | None = None,
+    accumulation: int | None = None,
+    parallelism: Parallelism = _ALONE,
+) -> Batch:
+    """Split the global batch `total` over the processes, or the groups that share their examples.
 
-    Raises `UserError` if the world size is not a multiple of the size of a group.
+    The micro-batch is the largest divisor of total/data_parallel up to `cap`. A given `micro` or
+    `accumulation` wins over the cap. If both are given and `total` is None, the global batch is
+    micro * accumulation * data_parallel. Raises `UserError` if no split keeps the global batch, or
+    if the world size is not a multiple of the size of a group.
     """
     sharing = parallelism.sharing
     if world % sharing:
         what = f"{world} is not a multiple of {sharing}, the number of processes that share examples ({parallelism})"
         raise mistake("num_processes", what, f"--num_processes {_multiples(world, sharing)}")
-    return world // sharing
-
-
-def split(
-    total: int | None,
-    data_parallel: int,
-    cap: int,
-    micro: int | None = None,
-    accumulation: int | None = None,
-    sharing: int = 1,
-) -> Batch:
-    """Split the global batch `total` over `data_parallel` groups of `sharing` processes each.
-
-    The micro-batch is the largest divisor of total/data_parallel up to `cap`. A given `micro` or
-    `accumulation` wins over the cap. If both are given and `total` is None, the global batch is
-    micro * accumulation * data_parallel. Raises `UserError` if no split keeps the global batch.
-    """
+    data_parallel = world // sharing
     if micro and accumulation:
         reason = "micro-batch and accumulation were both given: they set the global batch"
         batch = Batch(micro, accumulation, data_parallel, reason)

@@ -12,7 +12,7 @@ from recipes import catalog, legal
 from recipes.catalog import Recipe
 from recipes.errors import Problem, UserError
 from recipes.run import recorded
-from recipes.run.batch import Batch, data_parallel_size, split
+from recipes.run.batch import Batch, split
 from recipes.run.command_line import accept, parse, read_config
 from recipes.run.engine import Engine
 from recipes.run.own_recipe import find_recipe, own_settings
@@ -76,11 +76,9 @@ def _split(recipe: Recipe, place: Place, engine: Engine, given: Given, problems:
         return Batch(1, 1, place.world_size, "unknown: a size below 1 was given")  # a rule reports the size
     if not (micro and accumulation):
         total = total or legal.run_flags()["global_batch_size"].default
-    groups = 1
     try:
-        groups = data_parallel_size(place.world_size, engine.parallelism)
-        return split(total, groups, recipe.micro_batch_cap, micro, accumulation, engine.parallelism.sharing)
+        return split(total, place.world_size, recipe.micro_batch_cap, micro, accumulation, engine.parallelism)
     except UserError as error:
         source = " and ".join(sorted({given[name].source for name in BATCH_FIELDS if name in given})) or "default 16"
         problems += [one if one.subject == "num_processes" else replace(one, source=source) for one in error.problems]
-        return Batch(1, 1, groups, "unknown: the global batch cannot be split")
+        return Batch(1, 1, place.world_size, "unknown: the global batch cannot be split")

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from recipes.errors import UserError
 from recipes.run.batch import split
+from recipes.run.engine import Parallelism
 
 worlds, shares, caps = st.integers(1, 64), st.integers(1, 512), st.integers(1, 64)
 
@@ -37,7 +38,7 @@ def test_the_error_for_a_global_batch_that_cannot_be_split_names_some_that_can(t
         ((48, 2, 4, 12), (12, 2, "accumulation: 48 / (12 x 2 processes)")),
         ((48, 2, 4, None, 3), (8, 3, "micro-batch: 48 / (3 x 2 processes)")),
         ((None, 2, 4, 12, 3), (12, 3, "micro-batch and accumulation were both given: they set the global batch")),
-        ((48, 2, 4, 12, None, 2), (12, 2, "accumulation: 48 / (12 x 2 groups of 2 processes)")),
+        ((48, 4, 4, 12, None, Parallelism(tp_size=2)), (12, 2, "accumulation: 48 / (12 x 2 groups of 2 processes)")),
     ],
 )
 def test_a_given_micro_batch_or_accumulation_wins_over_the_micro_batch_cap(arguments, expected):

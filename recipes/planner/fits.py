@@ -126,13 +126,13 @@ class Estimator:
         shares no factor with any model dimension (see `at_batch`). The small batch is one row. With
         Liger, it has the full batch's largest odd divisor, so that the loss keeps its chunk count.
         """
-        from recipes.planner.trace import as_traced, trace_any
+        from recipes.planner.trace import trace_any
 
         weights = self.weights(run)
         smallest = case.batch // (case.batch & -case.batch) if case.liger else 1
         sizes = {30, case.length, *(size for size, _ in weights.sizes if size)}  # 30 = 2*3*5: primes of `short_lengths`
         copies = next(many for many in count(11) if all(math.gcd(many, size) == 1 for size in sizes))
-        small = as_traced(self.config, replace(case, batch=smallest, copies=copies))
+        small = replace(case, batch=smallest, copies=copies)
         return trace_any(self.config, weights, small, case.batch // smallest, self._traced)
 
     def case(self, run: RunSpec, micro: int) -> Case:

@@ -294,21 +294,19 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[range, range, int]
     return min(found, key=lambda one: len(one[1]), default=None)
 
 
-def as_traced(config: PreTrainedConfig, case: Case) -> Case:
-    """Return the case: uncompiled if the model loops, without PACKAGED if it ignores PACKAGED."""
-    by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
-    attention = case.attention if by_name or case.attention != PACKAGED else None
-    return replace(case, attention=attention, compiled=case.compiled and not short_lengths(config, case))
-
-
 def trace_any(config: PreTrainedConfig, weights: Weights, case: Case, times: float, known: dict) -> Traced:
     """Return the trace of `times` copies of a case's batch, for a model of any depth and length.
 
     Extrapolate from shallow models if layers repeat, and from three short lengths if the model
     loops over tokens, because a long loop takes minutes. A batch of shorter sequences holds more
-    sequences, so that its number of tokens stays the same. `known` caches the traces by case.
+    sequences, so that its number of tokens stays the same. A model that loops is not compiled.
+    `known` caches the traces by case.
     """
-    if lengths := short_lengths(config, case):
+    by_name = getattr(_class(config, case.task), "_supports_attention_backend", True)  # if not, PACKAGED is ignored
+    attention = case.attention if by_name or case.attention != PACKAGED else None
+    lengths = short_lengths(config, case)
+    case = replace(case, attention=attention, compiled=case.compiled and not lengths)
+    if lengths:
         shorter = [replace(case, length=length) for length in lengths]
         as_many = [trace_any(config, weights, one, times * case.length / one.length, known) for one in shorter]
         return _at_length(as_many, lengths, case.length)

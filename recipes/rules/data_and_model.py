@@ -190,36 +190,29 @@ def the_model_is_a_folder(run):
 
 @rule_of_train_py
 def the_folder_holds_a_model(run):
-    """Without weights, loading ends in `OSError: no file named model.safetensors found`."""
+    """Without weights, loading ends in `OSError: no file named model.safetensors found`; with the
+    pointer of git-lfs in their place, in `Error while deserializing header: header too large`.
+    """
     folder = model_folder(run["model_name_or_path"])
     if folder is None or run.place.is_elsewhere:
         return
     what, fix = "", ""
+    weights = [] if run["from_scratch"] else weights_in(folder)
     if not (folder / "config.json").is_file():
         what, fix = "has no config.json", "name a folder that save_pretrained wrote"
         if (folder / "adapter_config.json").is_file():
             what = "holds LoRA adapters without their base model"
             fix = f"run `recipes merge {folder}`, then use --model_name_or_path {folder / 'merged'}"
-    elif not weights_in(folder) and not run["from_scratch"]:
+    elif not weights and not run["from_scratch"]:
         what = "has a config.json but no weights"
         fix = "name a folder with model.safetensors too, or use --from_scratch for random weights"
+    elif pointer := next(filter(is_git_lfs_pointer, weights), None):
+        what, fix = f"has no weights: {pointer.name} is only a git-lfs pointer", "run `git lfs pull` in its repository"
     elif not any(path.is_file() for pattern in _TOKENIZERS for path in folder.glob(pattern)):
         # BERT's tokenizer, for example, then loads with five tokens: all text becomes unknown.
         what, fix = "has no tokenizer", "call tokenizer.save_pretrained with the same folder"
     if what:
         yield Problem("model_name_or_path", f"the folder {folder} {what}", fix)
-
-
-@rule_of_train_py
-def the_weights_are_here(run):
-    """Loading fails with `Error while deserializing header: header too large` if a file of weights
-    is only a git-lfs pointer.
-    """
-    folder = model_folder(run["model_name_or_path"])
-    for file in weights_in(folder) if folder and not run.place.is_elsewhere and not run["from_scratch"] else ():
-        if is_git_lfs_pointer(file):
-            what = f"{file} is only a git-lfs pointer, not the weights"
-            yield Problem("model_name_or_path", what, "run `git lfs pull` in its repository")
 
 
 # --- The type and the task ------------------------------------------------------------------------

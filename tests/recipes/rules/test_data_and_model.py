@@ -13,6 +13,7 @@ from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, 
 
 ROW = '{"text": "a"}\n'
 STREAM = "--dataset_streaming --max_steps 9"
+LFS = "version https://git-lfs.github.com/spec/v1\n"
 OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 SCRATCH = "--from_scratch"
 FLASH = "--attn_implementation flash_attention_2"
@@ -52,10 +53,6 @@ CASES = {
     ),
     "the_model_is_a_folder": (Run(MODEL), Run(MODEL, files=model())),
     "the_folder_holds_a_model": (Run(MODEL, files=without("model.safetensors")), Run(MODEL, files=model())),
-    "the_weights_are_here": (
-        Run(MODEL, files=model() | {"m/model.safetensors": "version https://git-lfs.github.com/spec/v1\n"}),
-        Run(MODEL, files=model()),
-    ),
     "the_model_can_do_the_task": (
         Run(f"{MODEL} {CLASSIFY}", files=model(model_type="mamba")),
         Run(f"{MODEL} {CLASSIFY}", files=model(model_type="llama")),
@@ -108,6 +105,7 @@ ALSO_FIRES = [
     ("the_model_is_a_folder", Run("--model_name_or_path m/bsae", files={"m/base/config.json": {}}), "model_name"),
     ("the_model_is_a_folder", Run(f"{MODEL}/config.json", files=model()), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files={"m/adapter_config.json": {}}), "model_name"),
+    ("the_folder_holds_a_model", Run(MODEL, files=model() | {"m/model.safetensors": LFS}), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json", model_type="bert")), "model_name"),
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="lama")), "model_name"),
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type=None)), "model_name"),

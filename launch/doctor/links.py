@@ -37,8 +37,8 @@ class Rank:
 
     store: dist.TCPStore  # set by the stage `rendezvous`
 
-    def __init__(self, folder: str) -> None:
-        self.folder, self.asked = folder, processes.request(folder)
+    def __init__(self, asked: Json, folder: str) -> None:
+        self.asked, self.folder = asked, folder
         self.rank, self.size = self.asked["rank"], self.asked["size"]
         self.local_rank, self.local_size = self.asked["local_rank"], self.asked["local_size"]
         self.cuda = self.asked["backend"] == "nccl"
@@ -79,11 +79,11 @@ class Rank:
         return found
 
 
-def main(folder: str) -> None:
+def main(asked: Json, folder: str) -> None:
     """Run the requested stages, up to the first stage that fails, and end this process."""
     faulthandler.enable()  # a crash in native code writes its Python traceback to the log
-    rank = Rank(folder)
-    for name in rank.asked["stages"]:
+    rank = Rank(asked, folder)
+    for name in asked["stages"]:
         rank.note(stage=name)
         try:
             check = globals()[name](rank)

@@ -184,9 +184,8 @@ def _loss(trainee: Trainee, batch: torch.Tensor) -> float | None:
     return float(loss) if loss.isfinite() else None
 
 
-def main(folder: str) -> None:
-    """Measure the variants of a topic on one rank, and answer the request in `folder`."""
-    asked = processes.request(folder)
+def main(asked: Json, folder: str) -> None:
+    """Measure the variants of a topic on one rank, and store the result in `folder`."""
     rank, backend, setup = asked["rank"], "gloo", Setup(torch.device("cpu"))
     if asked["device"] == "cuda":
         backend, setup = "nccl", Setup(torch.device("cuda", rank), width=512, layers=6, tokens=256, learning_rate=0.005)

@@ -201,7 +201,7 @@ def _without_answer(child: processes.Child) -> Json:
 # --- A probe, in a process of its own -------------------------------------------------------------
 
 
-def main(folder: str) -> None:
+def main(request: Json, folder: str) -> None:
     """Take two steps of the requested run, and answer with the result on this rank. If memory runs
     out, the process ends at once, because leaving the process group would wait for other ranks,
     which wait for this rank.
@@ -209,7 +209,7 @@ def main(folder: str) -> None:
     from launch.data.load import load_data
     from launch.training.model import known_classes, load_tokenizer, with_model
 
-    request, world = processes.request(folder), launched()
+    world = launched()
     run = _requested(request, world, folder)
     quiet_libraries(run["verbose"])
     prepare_process(run)

@@ -78,9 +78,8 @@ class Child:
 
 @contextlib.contextmanager
 def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = os.environ) -> Iterator[list[Child]]:
-    """For each request, start a new Python that calls `main(folder)` of `module`. All run at once.
-
-    In `main`, `request(folder)` returns the request, and `answer` stores the result; both are JSON.
+    """For each request, start a new Python that calls `main(request, folder)` of `module`; `main`
+    stores its result with `answer(folder, result)`. Requests and results are JSON. All run at once.
     The new processes run the same copy of our packages as this process, with the user's PYTHONPATH,
     and die with this process. At the end of the block they are killed, and their folders removed.
     """
@@ -95,11 +94,6 @@ def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = o
                 started.append(start(words, log, environment))
             children.append(Child(started[-1], folder))
         yield children
-
-
-def request(folder: str) -> Any:
-    """Return the request that was sent to this process."""
-    return json.loads(Path(folder, _REQUEST).read_text())
 
 
 def answer(folder: str, content: object) -> None:
@@ -154,7 +148,7 @@ def _run_module(parent: str, module: str, folder: str) -> int | None:
     end_with_parent()
     if os.getppid() != int(parent):  # the parent died before this process asked for the signal
         return 1
-    return importlib.import_module(module).main(folder)
+    return importlib.import_module(module).main(json.loads(Path(folder, _REQUEST).read_text()), folder)
 
 
 if __name__ == "__main__":

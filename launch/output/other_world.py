@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from launch.host.processes import answer, ask, request
+from launch.host.processes import answer, ask
 from launch.host.world import World
 from launch.output.checkpoints import manifest_of
 from launch.terminal import console, memory_size, plural, print_note
@@ -190,13 +190,13 @@ def _load(file: Path) -> dict[str, Any]:
     return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
 
 
-def main(folder: str) -> None:
+def main(asked: list[str], folder: str) -> None:
     """Convert the DeepSpeed checkpoint in a folder global_stepN. A child process calls this, so
     that DeepSpeed is imported for a CPU, and all memory is freed at the end.
 
     Answers with the reason why the conversion is impossible, or with an empty text when it is done.
     """
-    source, target = request(folder)
+    source, target = asked
     why_not = _cannot(Path(source))
     if not why_not:
         from deepspeed.checkpoint import ds_to_universal

@@ -108,8 +108,8 @@ _PROBE = """
 import os, signal, sys, time
 from launch.host import processes
 
-def main(folder):
-    request, rank = processes.request(folder), int(os.environ.get("RANK", 0))
+def main(request, folder):
+    rank = int(os.environ.get("RANK", 0))
 
     def leave(kind, words=""):
         processes.answer(folder, {"kind": kind, "peak_bytes": 100 + rank, "words": words})

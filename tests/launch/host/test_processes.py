@@ -34,8 +34,7 @@ def alive(pid: int) -> bool:
 ASKED = """
 import launch, os, sys, yaml
 from launch.host import processes
-def main(folder):
-    asked = processes.request(folder)
+def main(asked, folder):
     if not asked:
         sys.exit("no answer")
     processes.answer(folder, [asked, launch.__file__, os.environ["PYTHONPATH"], yaml.YAMLError.__name__])
@@ -59,7 +58,7 @@ def test_a_child_process_imports_our_package_and_answers_or_ends_with_its_exit_c
 
 FAMILY = """
 import os, subprocess, sys, time
-def main(folder):
+def main(asked, folder):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(os.getpid(), child.pid, flush=True)
     time.sleep(600)

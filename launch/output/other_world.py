@@ -46,21 +46,12 @@ def stream_file(rank: int | str) -> str:
     return f"places_{rank}.json"
 
 
-def readers_of(checkpoint: Path) -> tuple[int, int] | None:
-    """Return the number of processes that wrote a streaming run's checkpoint, and the number of
-    data workers in each process. None if the run did not stream, or if the first number is unknown.
-    """
-    file = next(checkpoint.glob(stream_file("*")), None)
-    before = writers(checkpoint)
-    return None if file is None or before is None else (before, json.loads(file.read_bytes())["workers"])
-
-
 def note(checkpoint: Path, processes: int, workers: int) -> str | None:
     """Return a line on what changes when `processes` processes, each with `workers` data workers,
     resume from the checkpoint. None if nothing changes.
     """
-    before = writers(checkpoint)
-    if readers_of(checkpoint) not in (None, (processes, max(1, workers))):
+    before, stream = writers(checkpoint), next(checkpoint.glob(stream_file("*")), None)
+    if before and stream and (before, json.loads(stream.read_bytes())["workers"]) != (processes, max(1, workers)):
         return (
             f"{checkpoint.name} was written by another number of processes or workers: the weights and the schedule "
             "are kept; the stream begins its next epoch, and may repeat examples of the interrupted epoch"

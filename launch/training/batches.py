@@ -18,7 +18,7 @@ from launch.data.batches import Example
 from launch.data.encode import IGNORED
 from launch.data.streams import PLACE, Stream
 from launch.host.files import write_whole
-from launch.output.other_world import readers_of, stream_file
+from launch.output.other_world import stream_file, writers
 from recipes.errors import StreamBroke
 from recipes.run import Json
 
@@ -85,7 +85,7 @@ class Places:
         """
         held = {file.name: json.loads(file.read_bytes()) for file in checkpoint.glob(stream_file("*"))}
         own = held.get(stream_file(rank))
-        if own and readers_of(checkpoint) == (world, self.workers) and own["shards"] == self.shards:
+        if own and writers(checkpoint) == world and (own["workers"], own["shards"]) == (self.workers, self.shards):
             return Places(**own)
         rounds = [part["round"] for own in held.values() for place in own["of"].values() for part in place["parts"]]
         return replace(self, round=1 + max(rounds, default=0))

@@ -12,7 +12,6 @@ import contextlib
 import json
 import re
 import shutil
-import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from launch.host.processes import answer, ask
+from launch.host.processes import answer, ask, watch
 from launch.host.world import World
 from launch.output.checkpoints import manifest_of
 from launch.terminal import console, memory_size, plural, print_note
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}  # DeepSpeed converts no other optimizer's state
-_POLL_SECONDS = 10
 COPY = "converted-"  # how the name of a converted copy begins
 
 
@@ -83,7 +81,7 @@ class AnyWorld:
         if the conversion fails.
         """
         conversion = iter(()) if checkpoint is None else self._conversion(checkpoint)
-        # Rank 0 answers every few seconds: a conversion may take longer than the other ranks wait.
+        # Rank 0 answers while it converts: a conversion may take longer than the other ranks wait.
         while self.world.decide(lambda: next(conversion, False)):
             pass
 
@@ -97,9 +95,7 @@ class AnyWorld:
         print_note(f"{what}, which takes about {memory_size(3 * size)} of disk space for a while", console())
         copy.mkdir(exist_ok=True)
         with ask(__name__, [[str(source), str(copy / source.name)]]) as (child,):
-            while child.process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.process.wait(_POLL_SECONDS)
+            for _ in watch([child]):
                 yield True
             reason, end = child.answer, child.end()
         if reason == "":

@@ -120,9 +120,9 @@ def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokeni
     print_progress("loading the model", out)
     model = load_model(run, tokenizer, data)
     world.decide(lambda: make_room(run, saved_bytes(model, run)))
-    trainer = build_trainer(run, world, args, model, tokenizer, data, out, earlier.identity, stop)
+    trainer = build_trainer(run, args, model, tokenizer, data, out, earlier.identity, stop)
     banner.banner(run, model, tokenizer, data, out)
-    trainer.make_readable(earlier.checkpoint)
+    trainer.any_world.prepare(earlier.checkpoint)
 
     stop.defer()  # from here on, a signal takes effect at the end of a step
     with kept_record(run, world, earlier, data.commit, recorded(data, tokenizer)) as record:

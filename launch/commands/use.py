@@ -105,7 +105,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     print(f"{name}, split {run['dataset_test_split'] or 'test or validation'}: {data.eval}")
     with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data)
-        return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False)).evaluate()
+        return build_trainer(run, args, model, tokenizer, data, console(is_main=False)).evaluate()
 
 
 def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:

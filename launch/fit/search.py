@@ -219,7 +219,7 @@ def main(request: Json, folder: str) -> None:
         data = load_data(known, tokenizer, known_classes(known, tokenizer))
         with process_group(known, world) as args:
             try:
-                _train_on_longest(known, args, world, tokenizer, data, request["limit_bytes"])
+                _train_on_longest(known, args, tokenizer, data, request["limit_bytes"])
             except Exception as error:
                 if not memory.ran_out(error):
                     raise
@@ -238,7 +238,7 @@ def _requested(request: Json, world: World, folder: str) -> RunSpec:
     return replace(run, batch=batch)
 
 
-def _train_on_longest(run: RunSpec, args, world: World, tokenizer, data, limit_bytes: int) -> None:
+def _train_on_longest(run: RunSpec, args, tokenizer, data, limit_bytes: int) -> None:
     """Take two steps on copies of the longest example, in at most `limit_bytes` of memory."""
     from launch.data.load import repeated_longest
     from launch.training.callbacks import StopOnNotANumber
@@ -248,7 +248,7 @@ def _train_on_longest(run: RunSpec, args, world: World, tokenizer, data, limit_b
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     data.train = repeated_longest(data.train, _STEPS * run.batch.total)
-    trainer = build_trainer(run, world, args, model, tokenizer, data, console(is_main=False))
+    trainer = build_trainer(run, args, model, tokenizer, data, console(is_main=False))
     trainer.remove_callback(StopOnNotANumber)  # the loss of a repeated example means nothing
     trainer.train()
     trainer.accelerator.free_memory()

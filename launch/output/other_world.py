@@ -8,7 +8,6 @@ beside the checkpoints only until it has been read.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -130,13 +129,6 @@ class AnyWorld:
 
     def _differs(self, checkpoint: Path) -> bool:
         return writers(checkpoint) != self.world.size and shards(checkpoint) not in (0, self.ranks)
-
-
-def read_by(reader: AnyWorld | None) -> contextlib.AbstractContextManager:
-    """In the block, Trainer loads DeepSpeed's checkpoints with `reader` or, for None, as usual."""
-    from transformers import trainer
-
-    return patch.object(trainer, "deepspeed_load_checkpoint", reader.load) if reader else contextlib.nullcontext()
 
 
 def shards(checkpoint: Path) -> int:

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerState
 
 from launch.host.signals import Preempted, StopRequest
-from launch.host.world import World
 from launch.terminal import print_problems
 from launch.training.failure import NotANumber
 from recipes.rules.training import warmup_within
@@ -57,13 +56,13 @@ class StopWhenRequested(TrainerCallback):
     GPU waits. `finish_saving` waits until the checkpoint that was just written is complete.
     """
 
-    def __init__(self, request: StopRequest, world: World, finish_saving: Callable[[], None]) -> None:
-        self.request, self.world, self.finish_saving = request, world, finish_saving
+    def __init__(self, request: StopRequest, finish_saving: Callable[[], None]) -> None:
+        self.request, self.finish_saving = request, finish_saving
         self.group: ProcessGroup | None = None
         self.agreed = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.group = torch.distributed.new_group(backend="gloo") if self.world.size > 1 else None
+        self.group = torch.distributed.new_group(backend="gloo") if args.world_size > 1 else None
         self.request.step = state.global_step
 
     def on_step_end(self, args, state, control, **kwargs):

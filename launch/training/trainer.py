@@ -28,9 +28,9 @@ from launch.data.streams import Stream
 from launch.host.files import end_workers_that_cannot_send
 from launch.host.memory import ran_out
 from launch.host.signals import StopRequest
-from launch.host.world import World, launched
+from launch.host.world import launched
 from launch.output.checkpoints import inspect
-from launch.output.other_world import AnyWorld, read_by
+from launch.output.other_world import AnyWorld
 from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
 from launch.training.batches import Places, examples_in_last_round, set_epoch, tokens_of
@@ -59,8 +59,7 @@ class RecipeTrainer(CommittingTrainer):
     accelerate fills up the last batch of an epoch or evaluation with examples that were already
     used (accelerate#2316). RecipeTrainer counts each example once, on any number of processes.
 
-    `run` holds the settings that TrainingArguments lacks. `any_world` reads DeepSpeed checkpoints
-    that another number of processes wrote.
+    `run` holds the settings that TrainingArguments lacks.
     """
 
     label_smoother: Any
@@ -72,7 +71,7 @@ class RecipeTrainer(CommittingTrainer):
     _last_round: int = -1  # examples_in_last_round of the current epoch
     _places: Places | None = None  # for a stream only
 
-    def __init__(self, *args, run: RunSpec, any_world: AnyWorld | None = None, **kwargs) -> None:
+    def __init__(self, *args, run: RunSpec, **kwargs) -> None:
         settings = kwargs["args"]
         if settings.use_liger_kernel and settings.torch_compile:
             _keep_loss_out_of_compiled_code()
@@ -85,7 +84,7 @@ class RecipeTrainer(CommittingTrainer):
                 raise
             fix = "add --use_peft, or name a model that is not quantised"
             raise mistake("model_name_or_path", one_line(error), fix) from None
-        self.any_world = any_world
+        self.any_world = AnyWorld(Path(self.args.output_dir), launched(), run.batch.data_parallel)
         self.timing = StepTiming(self.args.device.type == "cuda", parts=bool(run["measure"]))
         self.add_callback(self.timing)
         self.remove_callback(PrinterCallback)  # Trainer adds it when its own progress bar is off
@@ -106,7 +105,7 @@ class RecipeTrainer(CommittingTrainer):
     def train(self, resume_from_checkpoint=None, **kwargs):
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            with read_by(self.any_world):
+            with patch("transformers.trainer.deepspeed_load_checkpoint", self.any_world.load):
                 output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
@@ -134,14 +133,6 @@ class RecipeTrainer(CommittingTrainer):
                 for event in ("on_log", "on_evaluate", "on_train_end"):
                     setattr(callback, event, only_noted(launched())(getattr(callback, event)))
         return super()._finalize_training(*args, **kwargs)
-
-    def make_readable(self, checkpoint: Path | None) -> None:
-        """Convert the checkpoint if this number of processes cannot read it. All ranks call this
-        before `train` resumes. Raises `UserError` if DeepSpeed cannot convert the optimizer, and
-        `Failure` if the conversion fails.
-        """
-        if self.any_world is not None:
-            self.any_world.prepare(checkpoint)
 
     def _run_epoch(self, *args, **kwargs):
         # Trainer checks these conditions only after a step, so a run that resumes at its last step
@@ -380,7 +371,7 @@ class RecipeTrainer(CommittingTrainer):
         if damage:  # damaged or missing: Trainer would only warn
             print_note(f"the best model, {best.name}, is not loaded: {', '.join(damage)}", console(is_main))
             return
-        self.make_readable(best)
+        self.any_world.prepare(best)
         super()._load_best_model()
         self.loaded_step = int(best.name.rpartition("-")[2])
 
@@ -442,7 +433,6 @@ def require_hub(run: Settings) -> None:
 
 def build_trainer(
     run: RunSpec,
-    world: World,
     args: TrainingArguments,
     model,
     tokenizer,
@@ -465,9 +455,6 @@ def build_trainer(
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
     kind = data.problem_type  # None for a language model
     loss = partial(mean_loss, problem_type=kind, label_smoothing=args.label_smoothing_factor) if kind else None
-    any_world = None
-    if run.engine.kind == "deepspeed":
-        any_world = AnyWorld(Path(run["output_dir"]), world, run.batch.data_parallel)
     trainer = RecipeTrainer(
         model=model,
         args=args,
@@ -479,11 +466,10 @@ def build_trainer(
         compute_loss_func=loss,
         callbacks=[StopOnNotANumber(), Progress(run, out)],
         run=run,
-        any_world=any_world,
         identity=identity,
     )
     if run["early_stopping_patience"]:
         trainer.add_callback(EarlyStoppingCallback(run["early_stopping_patience"]))
     if stop is not None:
-        trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
+        trainer.add_callback(StopWhenRequested(stop, trainer.finish_saving))
     return trainer

@@ -9,7 +9,6 @@ from accelerate.utils import DDPCommunicationHookType
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from launch.data.load import load_data
-from launch.host.world import World
 from launch.terminal import console
 from launch.training.callbacks import Progress, StepTiming
 from launch.training.model import load_model, load_tokenizer
@@ -34,7 +33,7 @@ def built(flags, model, tokenized_from) -> RecipeTrainer:
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer)
     args, model = arguments_for(run, TrainingArguments), load_model(run, tokenizer, data)
-    return build_trainer(run, World(), args, model, tokenizer, data, console(is_main=False))
+    return build_trainer(run, args, model, tokenizer, data, console(is_main=False))
 
 
 def test_gradient_as_bucket_view_and_ddp_comm_hook_reach_ddp(tiny_model, texts, tmp_path):

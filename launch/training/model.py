@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from accelerate.utils import gather_object
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +25,7 @@ from transformers.integrations.deepspeed import initialize_weights_zero3
 from launch.data.demo import demo_config, demo_tokenizer
 from launch.data.load import Data
 from launch.host.memory import ran_out
+from launch.host.world import launched
 from launch.terminal import console, print_note
 from launch.training.separate import with_separate_examples
 from recipes.errors import Problem, UserError, mistake, one_line, plural, raise_errors
@@ -283,7 +283,7 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedMode
             raise mistake("model_name_or_path", what, "use the weights that were saved with this config.json")
     if mismatched:
         note = f"{name} has {held[0]} outputs, and these data need {needed[0]}: its head is replaced by a new one"
-        print_note(note, console(os.environ.get("RANK", "0") == "0"))
+        print_note(note, console(launched().is_main))
     weights = [weight for weight, _ in model.named_parameters()]
     lacking = sorted(set(weights) & set(info["missing_keys"]))
     if len(lacking) == len(weights):  # the files hold another model or no weights
@@ -291,7 +291,7 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> tuple[PreTrainedMode
         raise mistake("model_name_or_path", what, "use the weights that were saved with this config.json")
     if lost := [weight for weight in lacking if not {*_HEADS} & {*weight.split(".")}]:
         note = f"{name} lacks {plural(len(lost), 'weight')}, such as {lost[0]}: they begin with random values"
-        print_note(note, console(os.environ.get("RANK", "0") == "0"))
+        print_note(note, console(launched().is_main))
     lost += [weight for weight, *_ in mismatched if not {*_HEADS} & {*weight.split(".")}]
     return model, [weight.removesuffix(".weight") for weight in lost if weight.endswith(".weight")]
 
@@ -355,8 +355,7 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()
 
     if run["gradient_checkpointing"]:
         model.enable_input_require_grads()  # else frozen embeddings cut the recomputed blocks off the graph
-    if torch.distributed.is_initialized():
-        new = gather_object([list(new)])[0]  # under FSDP2, only rank 0 has read the files
+    new = launched().decide(lambda: list(new))  # under FSDP2, only rank 0 has read the files
     for layer in map(model.get_submodule, new):
         if type(layer).__name__ == "Linear4bit":  # transformers does not quantise such new weights
             layer.__class__ = torch.nn.Linear
@@ -367,7 +366,7 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
-        modules_to_save=list(new) or None,
+        modules_to_save=new or None,
         exclude_modules="|".join(others) or None,
         use_dora=run["use_dora"],
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,

@@ -366,10 +366,9 @@ class RecipeTrainer(CommittingTrainer):
                 group["lr"] = rate
 
     def _load_best_model(self) -> None:
-        best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
-        damage = gather_object([inspect(best, self.identity).faults if is_main else ()])[0]
-        if damage:  # damaged or missing: Trainer would only warn
-            print_note(f"the best model, {best.name}, is not loaded: {', '.join(damage)}", console(is_main))
+        best, world = Path(self.state.best_model_checkpoint), launched()
+        if damage := world.decide(lambda: inspect(best, self.identity).faults):  # Trainer would only warn
+            print_note(f"the best model, {best.name}, is not loaded: {', '.join(damage)}", console(world.is_main))
             return
         self.any_world.prepare(best)
         super()._load_best_model()

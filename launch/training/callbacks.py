@@ -182,10 +182,6 @@ class StepTiming(TrainerCallback):
 
     # --- The parts of a step ---------------------------------------------------------------------
 
-    @property
-    def timed_steps(self) -> int:
-        return max(0, self.steps_trained - WARM_UP_STEPS)
-
     def mark(self, part: str) -> None:
         """Assign the time since the last mark to `part`."""
         if not self.on:

@@ -27,7 +27,7 @@ from recipes.planner.speed import exchanges, flops_are_known, model_flops
 from recipes.run import Json, RunSpec, with_flags
 from recipes.run.spec import BATCH_FIELDS
 from recipes.scaling.causes import bus_bytes
-from recipes.scaling.timings import PARTS, Timing, append, name_of
+from recipes.scaling.timings import PARTS, WARM_UP_STEPS, Timing, append, name_of
 
 # Disturbances change a short step most, so a short step is repeated more often, for one second.
 _TRIES, _MOST_PAIRS, _SECONDS_OF_PAIRS = 5, 40, 1.0
@@ -39,7 +39,7 @@ def add_timings_row(run: RunSpec, world: World, trainer: RecipeTrainer, results:
     """Add a row to the file of `--measure`. Return False if no step was timed. All ranks call this.
     Raises `UserError` if the file cannot be written.
     """
-    if not trainer.timing.timed_steps:
+    if trainer.timing.steps_trained <= WARM_UP_STEPS:
         return False
     row = _row(run, trainer, results)
     world.decide(lambda: append(run["measure"], [row]))
@@ -47,7 +47,8 @@ def add_timings_row(run: RunSpec, world: World, trainer: RecipeTrainer, results:
 
 
 def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
-    timing, device, world, steps = trainer.timing, trainer.args.device, run.world_size, trainer.timing.timed_steps
+    timing, device, world = trainer.timing, trainer.args.device, run.world_size
+    steps = timing.steps_trained - WARM_UP_STEPS
     name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
     own = {"host": platform.node(), "device": name, "peak": results["peak_memory_bytes"]}
     ranks = gather_object([{**own, **{part: timing.seconds[part] / steps for part in PARTS}}])

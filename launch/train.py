@@ -118,7 +118,7 @@ def train_and_record(run: RunSpec, args, world: World, stop: StopRequest, tokeni
     if run["memory_limit"]:  # set only now, because libraries mishandle MemoryError while they load data
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     print_progress("loading the model", out)
-    model = load_model(run, tokenizer, data)
+    model = load_model(run, tokenizer, data.labels, data.problem_type)
     world.decide(lambda: make_room(run, saved_bytes(model, run)))
     trainer = build_trainer(run, args, model, tokenizer, data, out, earlier.identity, stop)
     banner.banner(run, model, tokenizer, data, out)

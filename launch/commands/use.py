@@ -28,8 +28,6 @@ from recipes.run.metrics import is_figure
 if TYPE_CHECKING:
     import torch
 
-    from launch.data.load import Data
-
 _EVALUATE = "FOLDER  the --output_dir of a run, or one of its checkpoints"
 _GENERATE = f"""
 {_EVALUATE}
@@ -104,7 +102,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
         raise mistake("dataset_label_field", what, "use the model's class names in this column")
     print(f"{name}, split {run['dataset_test_split'] or 'test or validation'}: {data.eval}")
     with process_group(run, World()) as args:
-        model = _model(run, folder, tokenizer, data)
+        model = _model(run, folder, tokenizer, data.labels, data.problem_type)
         return build_trainer(run, args, model, tokenizer, data, console(is_main=False)).evaluate()
 
 
@@ -119,11 +117,10 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     import torch
     from transformers import TextStreamer
 
-    from launch.data.load import Data
     from launch.training.model import load_tokenizer
 
     tokenizer = load_tokenizer(run)
-    model = _model(run, folder, tokenizer, Data((), None, list, "")).eval()  # type: ignore[arg-type]
+    model = _model(run, folder, tokenizer).eval()
     model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
     if tokenizer.chat_template and record.get("chats", True):
         chat = [{"role": "user", "content": options.prompt}]
@@ -181,10 +178,12 @@ def _is_outdated(merged: Path, folder: Path) -> bool:
     return adapter.is_file() and adapter.stat().st_mtime > merged.stat().st_mtime
 
 
-def _model(run: RunSpec, folder: Path, tokenizer: Any, data: Data) -> Any:
+def _model(
+    run: RunSpec, folder: Path, tokenizer: Any, labels: list[str] | None = None, problem_type: str | None = None
+) -> Any:
     from launch.training.model import load_model
 
-    model = load_model(run, tokenizer, data)
+    model = load_model(run, tokenizer, labels, problem_type)
     if run["use_peft"]:
         try:
             if strange := model.load_adapter(str(folder), "default").unexpected_keys:
@@ -226,15 +225,13 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     prepare_process(run)
     from transformers import AutoTokenizer
 
-    from launch.data.load import Data
     from launch.training.model import load_tokenizer, read_config
 
     saved = (folder / "tokenizer_config.json").is_file()  # train.py saves the tokenizer here
     tokenizer = AutoTokenizer.from_pretrained(folder) if saved else load_tokenizer(run)
     dtype = str(read_config(run).dtype or "float32").removeprefix("torch.")
     run, _ = _run_of(folder, [], {**changed, "dtype": dtype}, "nobody")
-    data = Data((), None, list, "", labels=record.get("classes"), problem_type=run["problem_type"])  # type: ignore[arg-type]
-    model = _model(run, folder, tokenizer, data)
+    model = _model(run, folder, tokenizer, record.get("classes"), run["problem_type"])
     eos = tokenizer.eos_token_id or 0
     before, merged = _logits(model, eos), model.merge_and_unload()
     difference = float((before - _logits(merged, eos)).abs().max()) / (float(before.abs().max()) or 1.0)

@@ -246,7 +246,7 @@ def _train_on_longest(run: RunSpec, args, tokenizer, data, limit_bytes: int) -> 
     from launch.training.trainer import build_trainer
 
     memory.limit(limit_bytes, run.hardware.cuda)
-    model = load_model(run, tokenizer, data)
+    model = load_model(run, tokenizer, data.labels, data.problem_type)
     data.train = repeated_longest(data.train, _STEPS * run.batch.total)
     trainer = build_trainer(run, args, model, tokenizer, data, console(is_main=False))
     trainer.remove_callback(StopOnNotANumber)  # the loss of a repeated example means nothing

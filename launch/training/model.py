@@ -23,7 +23,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enable
 from transformers.integrations.deepspeed import initialize_weights_zero3
 
 from launch.data.demo import demo_config, demo_tokenizer
-from launch.data.load import Data
 from launch.host.memory import ran_out
 from launch.host.world import launched
 from launch.terminal import console, print_note
@@ -50,14 +49,17 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
-    """Load or create the model to train: a PreTrainedModel, or a PeftModel around it.
+def load_model(
+    run: RunSpec, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None, problem_type: str | None = None
+) -> torch.nn.Module:
+    """Load or create the model to train: a PreTrainedModel, or a PeftModel around it. `labels` and
+    `problem_type` are those of a classifier's data.
 
     Raises `UserError` if the model cannot be loaded, or cannot be trained with these settings.
     """
     set_seed(run["seed"])  # new heads, adapters and models from scratch are equal on every rank
     new: list[str] = []
-    config = load_config(run, tokenizer, data.labels, data.problem_type)
+    config = load_config(run, tokenizer, labels, problem_type)
     if run["model_name_or_path"] and _waits_for_weights(run):
         with no_init_weights():  # uninitialized weights take no RAM until they are written
             model = _built(run, config)

@@ -8,14 +8,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.data.demo import demo_tokenizer
-from launch.data.load import Data
 from launch.training.model import load_model, load_tokenizer, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from tests.support.runs import resolved
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-LANGUAGE = Data(None, None, None, "texts", None)
 
 
 def chat_tokenizer():
@@ -53,17 +51,17 @@ def run_with(name=None, **chosen):
     return resolved(settings={"recipe": "baseline", **named, **data, **chosen})
 
 
-def load(run, data=LANGUAGE):
+def load(run, labels=None, problem_type=None):
     """As train.py does it: the rules first, then the tokenizer, the rules once more, the model."""
     require_legal(run)
     tokenizer = load_tokenizer(run)
     run, _ = with_model(run, tokenizer)
-    return load_model(run, tokenizer, data)
+    return load_model(run, tokenizer, labels, problem_type)
 
 
-def problem(run, data=LANGUAGE):
+def problem(run, *classes):
     with pytest.raises(UserError) as caught:
-        load(run, data)
+        load(run, *classes)
     (found,) = caught.value.problems
     assert "\n" not in str(found)
     return found

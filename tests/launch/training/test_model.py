@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from launch.data.demo import demo_tokenizer
-from launch.data.load import Data
 from launch.training.model import load_tokenizer, require_batches_for_batch_norm, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
@@ -29,7 +28,7 @@ from tests.support.runs import H100, machine, resolved
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
-CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"], problem_type="single_label_classification")
+CLASSES = ["bad", "fair", "good"], "single_label_classification"
 
 
 # --- Loading -------------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos(tmp_path):
 
 def test_the_pad_token_of_the_tokenizer_replaces_that_of_the_model_before_a_classifier_is_evaluated(folder):
     change(folder, pad_token_id=3)
-    model = load(run_with(str(folder), task="sequence_classification", use_peft=True), CLASSES)
+    model = load(run_with(str(folder), task="sequence_classification", use_peft=True), *CLASSES)
     assert model.config.pad_token_id == load_tokenizer(run_with(str(folder))).pad_token_id != 3
     change(folder, pad_token_id=None)  # an embedding that knows the padding token, perhaps EOS, never trains it
     assert load(run_with(str(folder))).get_input_embeddings().padding_idx is None
@@ -170,7 +169,7 @@ def test_a_hub_model_out_of_reach_is_refused_with_the_login_command():
 
 
 def test_weights_missing_in_a_checkpoint_are_noted_but_a_new_classification_head_is_not(folder, capsys):
-    load(run_with(str(folder), task="sequence_classification"), CLASSES)
+    load(run_with(str(folder), task="sequence_classification"), *CLASSES)
     assert "lacks" not in capsys.readouterr().out
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -182,12 +181,12 @@ def test_weights_missing_in_a_checkpoint_are_noted_but_a_new_classification_head
 
 def test_a_classifier_of_other_classes_gets_a_new_head_and_keeps_its_other_weights(folder, capsys):
     old = LlamaForSequenceClassification(small_llama(num_labels=5))
-    model = load(run_with(save(old, folder), task="sequence_classification"), CLASSES)
+    model = load(run_with(save(old, folder), task="sequence_classification"), *CLASSES)
     assert "has 5 outputs, and these data need 3: its head is replaced by a new one" in capsys.readouterr().out
     assert model.score.weight.shape == (3, 32) and torch.equal(model.model.norm.weight, old.model.norm.weight)
     assert torch.equal(model.model.embed_tokens.weight, old.model.embed_tokens.weight)
     change(folder, intermediate_size=96)  # beside the new head, weights of another shape
-    assert "of shape (32, 64)" in problem(run_with(str(folder), task="sequence_classification"), CLASSES).what
+    assert "of shape (32, 64)" in problem(run_with(str(folder), task="sequence_classification"), *CLASSES).what
 
 
 # --- BatchNorm ------------------------------------------------------------------------------------
@@ -251,14 +250,14 @@ def test_use_peft_fully_trains_every_new_layer_of_a_classification_head(kind, fo
     auto, sizes, new = HEADS[kind]
     name = save(auto.from_config(AutoConfig.for_model(kind, **{"vocab_size": 260, **sizes})), tmp_path)
     settings = dict(task="sequence_classification", use_peft=True, load_in_4bit=four_bits)
-    model = load(run_with(name, **settings), CLASSES)
+    model = load(run_with(name, **settings), *CLASSES)
     whole = {name for name in trainable(model) if "lora" not in name}
     assert {name.removeprefix("base_model.model.").partition(".modules_to_save")[0] for name in whole} == new
 
 
 def test_use_peft_keeps_frozen_weights_in_bfloat16_and_trainable_weights_in_float32(bert):
     settings = dict(task="sequence_classification", use_peft=True, dtype="bfloat16", bf16=True)
-    model = load(run_with(bert, **settings), CLASSES)
+    model = load(run_with(bert, **settings), *CLASSES)
     types = {(one.requires_grad, one.dtype) for name, one in model.named_parameters() if "original_module" not in name}
     assert types == {(True, torch.float32), (False, torch.bfloat16)}
 

@@ -32,7 +32,7 @@ def built(flags, model, tokenized_from) -> RecipeTrainer:
     run = resolve([*model_flags(model, tokenized_from), *flags], here(environment={}))
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer)
-    args, model = arguments_for(run, TrainingArguments), load_model(run, tokenizer, data)
+    args, model = arguments_for(run, TrainingArguments), load_model(run, tokenizer)
     return build_trainer(run, args, model, tokenizer, data, console(is_main=False))
 
 

@@ -345,10 +345,8 @@ class RecipeTrainer(CommittingTrainer):
             best = Path(self._checkpoint).with_name(f"checkpoint-{self.state.best_global_step}")
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
-        early = next((one for one in self.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)), None)
-        stored = self.state.stateful_callbacks.get("EarlyStoppingCallback")
-        if early and isinstance(stored, dict):
-            stored["args"]["early_stopping_patience"] = early.early_stopping_patience  # else a new value had no effect
+        if stopping := self.state.stateful_callbacks.get("EarlyStoppingCallback"):  # else a new patience had no effect
+            stopping["args"]["early_stopping_patience"] = self.run["early_stopping_patience"]
         super()._load_callback_state()
         for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer's save expects an entry for each
             if isinstance(callback, ExportableState):

@@ -102,6 +102,7 @@ def test_an_evaluation_keeps_the_logits_and_no_other_output_of_the_model(trainer
 
 
 def test_a_resumed_run_continues_the_early_stopping_count_with_the_new_patience(trainer):
+    trainer.run = resolve(settings={"early_stopping_patience": 50})
     trainer.add_callback(EarlyStoppingCallback(50))
     earlier = EarlyStoppingCallback(3)
     earlier.early_stopping_patience_counter = 2

@@ -317,9 +317,8 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel) -> Non
     """Raise `UserError` if BatchNorm would get a single example, because BatchNorm then fails, or
     cannot learn how examples differ. SyncBatchNorm gets the examples of all processes.
     """
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
-    has_own = any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
-    if has_own and run["per_device_train_batch_size"] == 1:
+    kinds = {type(module) for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)}
+    if kinds - {torch.nn.SyncBatchNorm} and run["per_device_train_batch_size"] == 1:
         fix = "set --per_device_train_batch_size 2, and a --global_batch_size divisible by 2 x num_processes"
         raise mistake("per_device_train_batch_size", "is 1, and this model's BatchNorm needs 2 examples", fix)
 

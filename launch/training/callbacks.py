@@ -230,8 +230,8 @@ class StepTiming(TrainerCallback):
         self.mark(part)
         self._fold()
 
-    def finish(self) -> None:
-        """After the last step, add the last seconds to the parts, and ignore later marks."""
+    def on_train_end(self, args, state, control, **kwargs):
+        """Add the last seconds to the parts, and ignore later marks."""
         self._fold(wait=True)
         self.on = False
 

@@ -106,7 +106,7 @@ class RecipeTrainer(CommittingTrainer):
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
             with patch("transformers.trainer.deepspeed_load_checkpoint", self.any_world.load):
-                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+                return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             in_reporter = any(frame.filename.endswith("integrations/integration_utils.py") for frame in frames)
@@ -123,8 +123,6 @@ class RecipeTrainer(CommittingTrainer):
             what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
             fix = "use another --output_dir, or --fresh; or rename a damaged checkpoint, to resume from an older one"
             raise mistake("output_dir", what, fix) from None
-        self.timing.finish()
-        return output
 
     def _finalize_training(self, *args, **kwargs):
         # An unreachable service must not stop the save that follows (pytorch-lightning#6641).

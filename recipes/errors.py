@@ -18,9 +18,10 @@ class Problem:
     severity: str = "error"
 
     def __str__(self) -> str:
+        what = self.what if self.what.endswith("...") else self.what.removesuffix(".")  # of a library's sentence
         where = f" ({self.source})" if self.source else ""
         fix = f" Fix: {self.fix}." if self.fix else ""
-        return f"{self.subject}: {self.what}{where}.{fix}"
+        return f"{self.subject}: {what}{where}.{fix}"
 
 
 class UserError(Exception):

@@ -29,10 +29,12 @@ def quiet_libraries(verbose: bool) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads this variable too
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network, it would print every retry
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # datasets also raises each error that it logs
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's reducer warns in C++
     warnings.filterwarnings("ignore")
-    names = "DeepSpeed deepspeed accelerate torch.distributed torch.utils.cpp_extension datasets bitsandbytes"
+    names = "DeepSpeed deepspeed accelerate torch.distributed torch.utils.cpp_extension bitsandbytes"
     for name in names.split():
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,5 +1,5 @@
-"""README and the pages of the folders are true: CI runs README's two commands, the others work, and
-files that they name exist.
+"""README and the pages of the folders are true: CI runs README's second command, the others work,
+and files that they name exist.
 """
 
 import importlib.util

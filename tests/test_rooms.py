@@ -37,23 +37,23 @@ MOST_LINES = 800  # of a file, which is one concept
 # The most lines of each room; of `recipes` and `launch`, of the files directly in them. Only new
 # behaviour raises a number, and its commit gives the reason.
 BUDGETS = {
-    "recipes": 776,
+    "recipes": 777,
     "recipes/legal": 490,
-    "recipes/run": 1839,
-    "recipes/rules": 2458,
-    "recipes/planner": 3007,
+    "recipes/run": 1832,
+    "recipes/rules": 2452,
+    "recipes/planner": 2968,
     "recipes/scaling": 1138,
-    "launch": 533,
-    "launch/commands": 1250,
-    "launch/data": 2080,
+    "launch": 547,
+    "launch/commands": 1248,
+    "launch/data": 2077,
     "launch/doctor": 1270,
-    "launch/explain": 400,
-    "launch/fit": 255,
-    "launch/host": 1152,
+    "launch/explain": 399,
+    "launch/fit": 254,
+    "launch/host": 1146,
     "launch/jobs": 1336,
-    "launch/output": 1438,
-    "launch/scaling": 877,
-    "launch/training": 2270,
+    "launch/output": 1417,
+    "launch/scaling": 881,
+    "launch/training": 2238,
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from launch.flags import Commands
 from launch.output.record import FIELDS, MATERIAL, NO_DIFFERENCE
-from launch.terminal import duration, memory_size, plural, print_table, value_text
+from launch.terminal import duration, memory_size, plural, print_table, schedule, value_text
 from recipes.catalog import RECIPES
 from recipes.errors import mistake, raise_errors
 from recipes.run import Json, here, nearest, recorded, resolve
@@ -159,15 +159,16 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         world = plural(record.get("world_size") or 1, "process")
         heading = f"{record.get('recipe')}, {_status(record)}\n"
         heading += f"{record.get('engine')}, {world}, started {record.get('started')}\n"
+        course = schedule({name: entry["value"] for name, entry in record["settings"].items()})
     else:
         run, record = _recipe_run(options.name, options.num_processes, options.global_batch_size), {}
-        heading, chosen = _heading(run), {}
+        heading, course, chosen = _heading(run), schedule(run), {}
         for name in ("engine", "micro_batch_cap"):  # two values of a recipe that are not settings of train.py
             by, (value, reason) = run.recipe.stated(name)  # type: ignore[misc] # the same for every run
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
         settings = {name: {**vars(each), "value": shown(name, each.value)} for name, each in run.chosen().items()}
         chosen |= {name: entry for name, entry in settings.items() if name != "recipe"}
-    print(heading)
+    print(f"{heading}schedule: {course}\n")
     _print_table(["result", "value"], _result_rows([record]))
     print_settings(["value"], [Row(entry["source"], name, [entry]) for name, entry in chosen.items()])
     return 0

@@ -80,16 +80,16 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
     longest = "" if plan.length == plan.asked_length else f", the model's longest ({plan.asked_length:,} requested)"
     host = "" if plan.usable_host_bytes is None else f", {_gib(plan.usable_host_bytes)} GiB of RAM per node"
-    print(f"{plan.model}, {plan.parameters:,} parameters{trained}, sequences of {plan.length:,} tokens{longest}")
-    if plan.shape:
-        print(plan.shape)
-    print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan must leave {MARGIN:.0%} free\n")
     if plan.recommended:
         _print_answers(plan)
     else:
         _print_next_steps(plan)
     if plan.advice:
         print_problems(plan.advice, console())
+    print(f"\n{plan.model}, {plan.parameters:,} parameters{trained}, sequences of {plan.length:,} tokens{longest}")
+    if plan.shape:
+        print(plan.shape)
+    print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan must leave {MARGIN:.0%} free")
     print("\nGiB on each GPU, and in the RAM of each node (host):")
     timed = plan.recipes[0].time.total is not None  # a time is known for all recipes or for none
     heads = ["recipe", "batch", *_HEADS.values(), "total", "fits", "host"] + ["step"] * timed

@@ -206,7 +206,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if not (folder / "adapter_config.json").is_file():
         holding = (f"recipes merge {path}" for path in numbered(folder) if (path / "adapter_config.json").is_file())
         fix = next(holding, "give the folder of a run with --use_peft; other runs need no merge")
-        raise mistake("FOLDER", f"{folder} {'holds no adapter' if folder.is_dir() else 'does not exist'}", fix)
+        raise mistake("FOLDER", f"{folder} {'holds no adapter' if folder.exists() else 'does not exist'}", fix)
     if output.exists():
         what = f"{output} exists already{', and is older than the adapter' if _is_outdated(output, folder) else ''}"
         raise mistake("output", what, f"give --output a new folder, or first run `rm -r {output}`")

@@ -89,7 +89,7 @@ def _teaches(message: dict[str, Any]) -> bool:
     """
     if message.get("weight") == 0:
         return False
-    return message["role"] != "assistant" or any(message.get(name) for name in _ANSWERS)
+    return message["role"] != "assistant" or any(str(message.get(name) or "").strip() for name in _ANSWERS)
 
 
 def _messages_of(turns: Any, tokenizer) -> Messages:

@@ -104,8 +104,9 @@ def _labels(rows: Dataset, name: str, flag: str) -> set:
     """Return the set of labels, lists as tuples. Raises `UserError` if a row has no valid label."""
     found = rows.select_columns("label")[:]["label"]
     labels = [tuple(label) if isinstance(label, list) else label for label in found]
-    if unusable := sum(not _is_usable(label) for label in labels):
-        what = f"the column {name!r} has {plural(unusable, 'row')} without a usable label"
+    if unusable := [row for row, label in enumerate(labels, start=1) if not _is_usable(label)]:
+        what = f"the column {name!r} has {plural(len(unusable), 'row')} without a usable label"
+        what += f" (first: row {unusable[0]:,} of the split)"
         fix = "give every row a class, a number or a list (which may be empty); None and NA in a .csv mean no label"
         raise mistake(flag, what, fix)
     return set(labels)

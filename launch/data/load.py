@@ -18,8 +18,8 @@ from launch.data.streams import Stream, open_part
 from launch.data.tokens import lengths_of, numbers_of, of_parts, tokenized
 from launch.host.world import World
 from recipes.errors import UserError, mistake, plural
-from recipes.mixture import title
-from recipes.rules.data_and_model import nothing_to_evaluate_on
+from recipes.mixture import files_of, parts_of_run, title
+from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
 
 Rows = Cut | Packs | Joined
@@ -76,7 +76,8 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
         words = str(train)
     else:
         train, words = _rows(run, tokenizer, sources, "dataset_train_split", target, weights)
-    text = f"{title(run['dataset_name']) or 'stdlib source'}, {words}"
+    is_text = any(file_kind(file) == "text" for part in parts_of_run(run) for file in files_of(part.name))
+    text = f"{title(run['dataset_name']) or 'stdlib source'}, {'each line an example, ' * is_text}{words}"
     evaluation = None
     if held_out := [one.eval for one in tokens if one.eval is not None]:
         evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)

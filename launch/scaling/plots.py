@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 YELLOW, PURPLE, VERMILION, GREY = "#F0E442", "#CC79A7", "#D55E00", "#999999"
+NO_PICTURES = "No pictures: matplotlib is not installed (pip install matplotlib)."
 _WIDTH, _HEIGHT, _DPI = 7.0, 4.5, 300  # inches, and dots per inch
 _STYLE: Any = {
     "font.size": 10,

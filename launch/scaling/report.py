@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from launch.flags import Commands
 from launch.host.files import write_whole, writing
 from launch.scaling import plots
-from launch.scaling.plots import Picture
+from launch.scaling.plots import NO_PICTURES, Picture
 from launch.scaling.run import TIMINGS
 from recipes.errors import mistake, plural
 from recipes.rules.facts import installed
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _WIDTH = 110  # characters in a line of the text
-_NO_PICTURES = "No pictures: matplotlib is not installed (pip install matplotlib)."
 _STEM = 40  # characters: even at 4 bytes each, a file name stays below the 255 bytes of most file systems
 
 
@@ -62,7 +61,7 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     found = find(timings.read(options.files), command, options.files)
     written = report(found, options.output, options.format)
     if not installed("matplotlib"):
-        print(_NO_PICTURES, file=sys.stderr)
+        print(NO_PICTURES, file=sys.stderr)
     print(text(found))
     print("\nwritten:", *written, sep="\n  ")
     return 0
@@ -74,7 +73,7 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
     Pictures are PNG, and also in `formats`. Raises `UserError` if the folder cannot be written.
     """
     drawn: dict[str, Picture] = {}
-    note = "" if installed("matplotlib") else _NO_PICTURES
+    note = "" if installed("matplotlib") else NO_PICTURES
     for name, stem in file_stems(found.names).items() if installed("matplotlib") else ():
         of_name = [series for series in found.series if series.name == name]
         drawn |= {f"{stem}_{picture.kind}": picture for picture in plots.pictures(name, of_name, formats)}

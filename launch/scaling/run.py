@@ -24,8 +24,10 @@ from launch.host import processes
 from launch.host.secrets import without_secrets
 from launch.jobs.job import Job, checked_job
 from launch.jobs.local import Local
+from launch.scaling.plots import NO_PICTURES
 from launch.terminal import duration, plural
 from recipes.errors import mistake
+from recipes.rules.facts import installed
 from recipes.run import Settings, with_flags
 from recipes.run.hardware import read as read_hardware
 from recipes.run.hardware import usable_cores
@@ -106,6 +108,8 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         _job(point, argv, options.steps, folder)
     require_room(file)
     (folder / "logs").mkdir(exist_ok=True)
+    if not installed("matplotlib"):
+        print(NO_PICTURES, file=sys.stderr)
     print(f"{len(found)} trainings x {options.repeats} runs x {options.steps} steps; timings go to {file}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

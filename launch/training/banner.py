@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launch.host.world import World
-from launch.terminal import console, duration, memory_size, plural, print_note, print_problems
+from launch.terminal import console, duration, memory_size, plural, print_note, print_problems, schedule
 from launch.training.failure import only_noted
 from recipes import legal
 from recipes.catalog import RECIPES
@@ -130,16 +130,6 @@ def batch(run: RunSpec) -> str:
     if sharing > 1:
         words += f" (world {run.world_size}: the {sharing} processes of a group share their examples)"
     return words + (f", {split.reason}" if run.batch.source == FIT else "")
-
-
-def schedule(run: RunSpec) -> str:
-    """Return the settings of the learning-rate schedule, the run's length and max_length."""
-    warmup = run["warmup_steps"] * (run["lr_scheduler_type"] not in legal.names("schedules_without_warmup"))
-    warm_up = f"warm-up of {warmup:.0%}" if 0 < warmup < 1 else f"warm-up of {plural(int(warmup), 'step')}"
-    steps = run["max_steps"]
-    length = f"max_steps {steps}" if steps > 0 else f"num_train_epochs {run['num_train_epochs']:g}"
-    rate = f"learning_rate {run['learning_rate']:g}, {run['lr_scheduler_type']}"
-    return f"{rate}, {warm_up if warmup else 'no warm-up'}, {length}, max_length {run['max_length']}"
 
 
 def precision(run: RunSpec) -> str:

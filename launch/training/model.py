@@ -356,7 +356,8 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()
 
     if run["gradient_checkpointing"]:
         model.enable_input_require_grads()  # else frozen embeddings cut the recomputed blocks off the graph
-    new = launched().decide(lambda: list(new))  # under FSDP2, only rank 0 has read the files
+    if torch.distributed.is_initialized():
+        new = launched().decide(lambda: list(new))  # under FSDP2, only rank 0 has read the files
     for layer in map(model.get_submodule, new):
         if type(layer).__name__ == "Linear4bit":  # transformers does not quantise such new weights
             layer.__class__ = torch.nn.Linear
@@ -367,7 +368,7 @@ def with_adapters(run: Settings, model: PreTrainedModel, new: Sequence[str] = ()
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
-        modules_to_save=new or None,
+        modules_to_save=list(new) or None,
         exclude_modules="|".join(others) or None,
         use_dora=run["use_dora"],
         task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,

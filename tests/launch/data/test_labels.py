@@ -60,7 +60,12 @@ def test_dataset_columns_renames_the_columns_of_a_classifier(tmp_path, tokenizer
 
 
 WRONG = {
-    "nothing in a row": ([None, 1], None, "dataset_label_field", "1 row without a usable label"),
+    "nothing in a row": (
+        [1, None],
+        None,
+        "dataset_label_field",
+        "1 row without a usable label (first: row 2 of the split)",
+    ),
     "objects": ([{"a": 1}, {"a": 2}], None, "dataset_label_field", "2 rows without a usable label"),
     "numbers and texts": ([1, "x"], None, "dataset_label_field", "classes must be all texts or all whole numbers"),
     "fractions as classes": ([0.5, 1.5], SINGLE, "dataset_label_field", "must be all texts or all whole numbers"),
@@ -84,7 +89,7 @@ def test_invalid_classification_labels_are_refused_with_a_fix(labels, wanted, su
     ("labels", "what"),
     [
         (["a", "b", "c"], "has labels unlike the training labels: 'c'"),
-        (["a", "b", None], "the column 'label' has 1 row without a usable label"),
+        (["a", "b", None], "the column 'label' has 1 row without a usable label (first: row 1 of the split)"),
     ],
 )
 def test_an_evaluation_split_with_unknown_or_missing_labels_is_refused(labels, what, tmp_path, tokenizer):

@@ -174,6 +174,8 @@ ALSO_FIRES = [
     ("the_best_model_is_saved", Run(f"{BEST} --eval_strategy epoch --save_strategy steps"), "load_best"),
     ("compiling_needs_one_shape", Run("--torch_compile_mode default --packing false"), "torch_compile"),
     ("only_the_demonstration_has_no_data", Run("--task sequence_classification"), "dataset_name"),
+    ("only_the_demonstration_has_no_data", Run("--dataset_name="), "dataset_name"),  # "$DATA" of an unset variable
+    ("only_the_demonstration_has_no_model", Run("--model_name_or_path="), "model_name_or_path"),
     ("learning_rates_are_usual", Run("--model_name_or_path gpt2 --dataset_name d --use_peft"), "learning_rate"),
 ]
 

@@ -37,13 +37,14 @@ MISTAKES: dict[str, tuple[str, str, dict[str, str]]] = {
     "a model that is not there": (DATA.replace("{model}", "{folder}/nowhere"), "nowhere", {"data.jsonl": TEXT}),
     "data that are not there": (DATA, "data.jsonl", {}),
     "data without the column": (DATA, "words", {"data.jsonl": '{"words": "x"}\n'}),
+    "a broken line": (DATA, "line 2 of data.jsonl", {"data.jsonl": TEXT + '{"text": "cut\n' + TEXT}),
     "an output folder in a file": (
         f"{DATA} --output_dir {{folder}}/data.jsonl/out", "cannot be written: Not a directory", {"data.jsonl": TEXT}
     ),
 }  # fmt: skip
 
 # Found on resolving, several at once; by the probe, after the imports; once the data are read.
-UNDER_EVERY_LAUNCHER = ("several at once", "a value that torch refuses", "data without the column")
+UNDER_EVERY_LAUNCHER = ("several at once", "a value that torch refuses", "a broken line")
 AT_EVERY_COMMIT = ("recipes train", "torchrun")
 
 

@@ -203,6 +203,7 @@ LAST = "See you<|im_end|>\n"
 MUTED = {
     "an answer of null": answer(None),
     "an empty answer": answer(""),
+    "an answer of spaces": answer(" "),
     "a weight of 0": answer("Hi!", weight=0),
     "a weight of 0 in ShareGPT": {"from": "gpt", "value": "Hi!", "weight": 0},
 }
@@ -216,7 +217,7 @@ def test_an_assistant_message_that_is_empty_or_has_weight_0_is_masked_in_the_lab
     row = {"conversations": chat} if kind == "conversations" else {"prompt": chat[:1], "completion": chat[1:]}
     file = jsonl(tmp_path, [row])
     ready = load_data(run_with(dataset_name=file), tokenizer).train[0]
-    words = "Hi!" if "weight" in name else ""
+    words = "Hi!" if "weight" in name else " " * ("spaces" in name)
     assert tokenizer.decode(ready["input_ids"]) == f"{TO_ANSWER}{words}<|im_end|>\n{BETWEEN}{LAST}"
     assert learned(tokenizer, ready) == (TO_ANSWER if kind == "conversations" else "") + BETWEEN + LAST
     run = run_with(dataset_name=file, assistant_only_loss=True)

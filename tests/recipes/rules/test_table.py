@@ -177,6 +177,7 @@ ALSO_FIRES = [
     ("only_the_demonstration_has_no_data", Run("--dataset_name="), "dataset_name"),  # "$DATA" of an unset variable
     ("only_the_demonstration_has_no_model", Run("--model_name_or_path="), "model_name_or_path"),
     ("learning_rates_are_usual", Run("--model_name_or_path gpt2 --dataset_name d --use_peft"), "learning_rate"),
+    ("learning_rates_are_usual", Run(f"{MODEL} --use_peft --load_in_4bit --learning_rate 1e-3"), "learning_rate"),
 ]
 
 # row, another run that is legal

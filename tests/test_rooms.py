@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/scaling": 1138,
     "launch": 547,
     "launch/commands": 1248,
-    "launch/data": 2077,
+    "launch/data": 2080,
     "launch/doctor": 1270,
     "launch/explain": 399,
     "launch/fit": 254,

@@ -15,7 +15,7 @@ from launch.data.batches import Cut, Example, Joined, Packs, Pad, Stack, in_rows
 from launch.data.encode import IGNORED
 from launch.data.labels import Labelled, Target, labelled, recognise
 from launch.data.streams import Stream, open_part
-from launch.data.tokens import lengths_of, numbers_of, of_parts, tokenized
+from launch.data.tokens import hashes_of, lengths_of, numbers_of, of_parts, tokenized
 from launch.host.world import World
 from recipes.errors import UserError, mistake, plural
 from recipes.mixture import files_of, parts_of_run, title
@@ -81,7 +81,9 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     evaluation = None
     if held_out := [one.eval for one in tokens if one.eval is not None]:
         evaluation, words = _rows(run, tokenizer, held_out, "dataset_test_split", target)
-        shared = sum(one.shared for one in tokens)
+        evaluated = [*hashes_of(held_out)]
+        trained = set(evaluated).intersection(hashes_of([] if streams else sources))
+        shared = sum(row in trained for row in evaluated)
         text += f"\nevaluation: {words}" + f", {shared:,} of the rows are also trained on" * bool(shared)
     elif run["eval_strategy"] != "no":
         raise UserError(nothing_to_evaluate_on("the data sets have only other splits", streams))

@@ -57,14 +57,6 @@ def wanted_splits(run: Settings, part: Part, names: Sequence[str]) -> tuple[dict
     return wanted, needed
 
 
-def shared_rows(splits: Mapping[str, Dataset], wanted: Mapping[str, str]) -> int:
-    """Return how many rows of the data are trained on and also evaluated on."""
-    sizes = {name: len(rows) for name, rows in splits.items()}
-    train, test = (_parts(sizes, flag, wanted[flag]) for flag in ("dataset_train_split", "dataset_test_split"))
-    shared = [(max(a.from_, b.from_), min(a.to, b.to)) for a in train for b in test if a.splitname == b.splitname]
-    return sum(max(0, end - start) for start, end in shared)
-
-
 def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
     """Return the rows of a split such as `train[:10]+test`. An empty split raises `UserError`."""
     parts = _parts({name: len(split) for name, split in splits.items()}, flag, wanted)

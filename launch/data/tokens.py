@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import tokenizers
 import transformers
+import xxhash
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.table import MemoryMappedTable, concat_tables
 from filelock import FileLock
@@ -100,6 +101,17 @@ def numbers_of(examples: Dataset, column: str) -> np.ndarray:
 
 def lengths_of(examples: Dataset) -> np.ndarray:
     return numbers_of(examples, "length")
+
+
+def hashes_of(parts: Sequence[Dataset]) -> Iterator[int]:
+    """Yield a hash of the tokens of each row that has any."""
+    for part in parts:
+        for table in part.select_columns("input_ids").with_format("arrow").iter(10_000):
+            ids, start = table["input_ids"].combine_chunks(), 0
+            tokens = memoryview(ids.flatten().to_numpy())
+            for length in filter(None, ids.value_lengths().to_pylist()):
+                yield xxhash.xxh3_64_intdigest(tokens[start : start + length])
+                start += length
 
 
 # --- Tokenizing on every core --------------------------------------------------------------------
@@ -178,7 +190,6 @@ class Tokenized:
     eval: Dataset | None
     commit: str | None = None
     folder: Path | None = None  # None if the tokens are in memory only
-    shared: int = 0  # rows that are trained on and also evaluated on
 
 
 def tokenized(run: RunSpec, tokenizer, part: Part) -> Tokenized:
@@ -280,9 +291,7 @@ def _open(folder: Path, run: RunSpec, part: Part) -> Tokenized | None:
         return None
     splits = {split: _mapped(folder / split, made[split]["files"] if split in needed else 0) for split in names}
     rows = {flag: sources.take(splits, flag, split) for flag, split in wanted.items()}
-    test = rows.get("dataset_test_split")
-    shared = 0 if test is None else sources.shared_rows(splits, wanted)
-    return Tokenized(rows["dataset_train_split"], test, index["commit"], folder, shared)
+    return Tokenized(rows["dataset_train_split"], rows.get("dataset_test_split"), index["commit"], folder)
 
 
 def _is_enough(made: Json, rows: float) -> bool:

@@ -313,7 +313,7 @@ def _require_same_training(run: RunSpec, old: Json, named: Path | None = None) -
         elif fingerprints.differ(then, now[what]) and not (what == "data" and run["dataset_streaming"]):
             changed.setdefault(name, (f"{title(run[name]) or 'the standard library'} as it was", "as it is now"))
             _, is_commit, commit = str(then).partition("commit ")
-            remedies[name] = f"--model_revision {commit}, " if is_commit else "the earlier contents, "
+            remedies[name] = f"--model_revision {commit}, " if is_commit else f"the earlier {what}, "
     for name, (then, given) in changed.items():
         what = f"{named or run['output_dir']} holds a run with {name} {then}, not {given}"
         others = "--resume_from_checkpoint, or omit it" if named else "--output_dir, or --fresh to archive that run"

@@ -3,7 +3,6 @@
 from recipes.legal.schema import (
     ALIASES,
     Field,
-    accelerate_nested_keys,
     model_class,
     names,
     run_flags,

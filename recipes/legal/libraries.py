@@ -85,7 +85,7 @@ def accelerate() -> Json:
         flags[section] |= {name.removeprefix(f"{section}_") for name in flags[section]}
     return {
         "accelerate_yaml": [*_names(ClusterConfig), "fp16", "dynamo_backend"],  # accelerate still converts the last two
-        "accelerate_sections": {f"{section}_config": names for section, names in flags.items()},
+        **{f"{section}_config of accelerate_yaml": names for section, names in flags.items()},
         "ddp": _names(utils.DistributedDataParallelKwargs),
         "gradient_accumulation_kwargs": _names(utils.GradientAccumulationPlugin),
     }

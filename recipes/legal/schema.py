@@ -101,19 +101,12 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 def names(of: str) -> tuple[str, ...]:
-    """The names that a setting (`report_to`) or a kind of file (`accelerate_yaml`) accepts.
+    """The names that a setting (`report_to`), a kind of file (`accelerate_yaml`) or its section
+    (`fsdp_config of accelerate_yaml`) accepts.
 
     Empty if the names are unknown, for example those of `deepspeed_json` without DeepSpeed.
     """
     return tuple(facts().get(of, ()))
-
-
-def accelerate_nested_keys(section: str) -> frozenset[str]:
-    """The legal keys of an Accelerate YAML's section, such as `deepspeed_config`.
-
-    Empty for an unknown section. accelerate itself silently drops unknown keys, without a check.
-    """
-    return frozenset(facts()["accelerate_sections"].get(section, ()))
 
 
 # The model types of liger-kernel 0.8.5, for plans on a machine without this package.

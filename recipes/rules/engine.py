@@ -189,7 +189,7 @@ def yaml_keys_are_known(run):
     In a section, accelerate drops the key: `zero_stge: 3` is stage 2, `fsdp_verion: 2` is FSDP1.
     """
     for name, section in (("", run.engine.raw), *_sections(run)):
-        known = legal.accelerate_nested_keys(name) if name else legal.names("accelerate_yaml")
+        known = legal.names(f"{name} of accelerate_yaml" if name else "accelerate_yaml")
         what = "is not a key of the Accelerate YAML" + (f"; accelerate drops it silently from {name}" if name else "")
         for key in (key for key in map(str, section) if key not in known):
             yield in_yaml(run, key, what, _instead(key, known), "advice" if name in _LOOSE_SECTIONS else "error")
@@ -205,7 +205,7 @@ def _instead(key: str, known: Iterable[str]) -> str:
         return near
     if key in legal.names("accelerate_yaml"):
         return f"write {key} at the top level, not indented"
-    sections = {name: section for section in _SECTIONS for name in legal.accelerate_nested_keys(section)}
+    sections = {name: section for section in _SECTIONS for name in legal.names(f"{section} of accelerate_yaml")}
     if key in sections:
         return f"write {key} below {sections[key]}, indented"
     return nearest(key, sections) or nearest(key, legal.settings()) or "use one of " + ", ".join(sorted(known))

@@ -71,19 +71,18 @@ def timing(
 
     A forward pass takes 40 ms per example.
     """
-    from tests.support.running import launchers_environment, run_ranks
+    from tests.support.running import launch_quickly
 
     words = ["--recipe", "standard", "--model_name_or_path", str(model), "--trust_remote_code", "--max_length", "16"]
     words += ["--dataset_name", str(texts), "--max_steps", str(STEPS + 3), "--save_strategy", "no"]
     words += ["--run_name", "paced", "--global_batch_size", str(batch), "--optim", "sgd"]
     with tempfile.TemporaryDirectory() as folder:
-        words += [*flags, "--output_dir", f"{folder}/out", "--measure", f"{folder}/timing.jsonl"]
+        words += [*flags, "--measure", f"{folder}/timing.jsonl"]
         paced = {"PACE": "0.04", "NETWORK_NAMESPACE": namespace, **environment}
-        own = {**launchers_environment(processes, "standard.yaml", words), **paced}
         if namespace:
-            own["GLOO_SOCKET_IFNAME"] = "lo"
-        codes, printed = run_ranks(processes, own, [__file__, *words])
-        assert not any(codes), printed
+            paced["GLOO_SOCKET_IFNAME"] = "lo"
+        done = launch_quickly(*words, output=Path(folder) / "out", processes=processes, env=paced, script=__file__)
+        assert done.code == 0, done.output
         return read([Path(folder) / "timing.jsonl"])[0]
 
 

@@ -48,12 +48,11 @@ def train(folder: str, settings: dict, sizes: dict | None = None):
     return trainer
 
 
-def printed(folder: Path, processes: int, **request) -> str:
-    """What all ranks print."""
+def printed(folder: Path, processes: int, variables: dict[str, str] | None = None, **request) -> str:
+    """What all ranks print. `variables` are added to their environment."""
     folder.mkdir(exist_ok=True)
     words = [__file__, json.dumps({"folder": str(folder), **request})]
-    variables = {**os.environ, "DS_ACCELERATOR": "cpu", **request.pop("variables", {})}
-    return run_ranks(processes, variables, words)[1]
+    return run_ranks(processes, {**os.environ, "DS_ACCELERATOR": "cpu", **(variables or {})}, words)[1]
 
 
 def ranks(folder: Path, processes: int, **request) -> list[dict]:
@@ -65,9 +64,7 @@ def ranks(folder: Path, processes: int, **request) -> list[dict]:
 
 
 if __name__ == "__main__":
-    request = json.loads(sys.argv[1])
-    request.pop("variables", None)
-    trainer = train(**request)
+    trainer = train(**json.loads(sys.argv[1]))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     report = {name: [entry.get(name) for entry in logged] for name in ("loss", "grad_norm")}
     engine = trainer.accelerator.distributed_type.value

@@ -121,7 +121,7 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
     tokenizer = load_tokenizer(run)
     model = _model(run, folder, tokenizer).eval()
-    model = model.to("cpu" if run["use_cpu"] or not run.hardware.cuda else "cuda")
+    model = model.to("cuda" if run.hardware.cuda else "cpu")
     if tokenizer.chat_template and record.get("chats", True):
         chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -1,4 +1,4 @@
-"""Functions that return a recipe's TrainingArguments, for your own script and for train.py."""
+"""Functions that return a recipe's TrainingArguments, for your own script."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from recipes import legal
-from recipes.errors import UserError, mistake
+from recipes.errors import mistake
 from recipes.quiet import silence
 from recipes.rules.check import require_legal
-from recipes.rules.probe import refused_by_library
-from recipes.run import RunSpec, Settings, find_recipe, here, resolve
+from recipes.rules.probe import arguments_for
+from recipes.run import RunSpec, find_recipe, here, resolve
 from recipes.run.engine import from_environment
 from recipes.run.files import launch_with
 
@@ -41,7 +41,9 @@ def recipe(name: str):
 
         wanted = args_class or TrainingArguments
         given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides
-        fields = _fields(wanted)
+        if not dataclasses.is_dataclass(wanted):
+            raise mistake("args_class", f"{wanted!r} is no dataclass", "pass a subclass of TrainingArguments")
+        fields = {field.name for field in dataclasses.fields(wanted)}
         for missing in sorted(given.keys() & legal.run_flags().keys() - fields - {"global_batch_size"}):
             what = f"{wanted.__name__} has no such field, so the value would be ignored"
             raise mistake(missing, what, "handle it in your script, or train with `recipes train`")
@@ -62,7 +64,9 @@ def recipe(name: str):
         )
         require_legal(run)
         _warn_without_engine(run)
-        return arguments_for(run, wanted, own)
+        added = fields - legal.trainer_fields().keys()  # SFTConfig also has packing, ...
+        shared = {name: setting.value for name, setting in run.chosen().items() if name in added}
+        return arguments_for(run, wanted, {**shared, **own})
 
     build.__name__ = build.__qualname__ = chosen.name
     build.__doc__ = f"""{chosen.purpose}
@@ -94,29 +98,6 @@ def _warn_without_engine(run: RunSpec) -> None:
     script = shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "SCRIPT.py"
     command = f"{launch_with(run.recipe.engine)} --num_processes {run.world_size} {script}"
     warnings.warn(f"{what} instead. Fix: {command}", stacklevel=3)
-
-
-def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
-    """Build an object of `args_class` from a run's values and the values in `own`, which win.
-
-    Raises `UserError` with the message of the class if the class refuses a value.
-    """
-    added = _fields(args_class) - legal.trainer_fields().keys()  # SFTConfig also has packing, ...
-    shared = {name: setting.value for name, setting in run.chosen().items() if name in added}
-    try:
-        args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
-    except (TypeError, ValueError) as error:
-        raise UserError(refused_by_library(run, error)) from error  # keeps the subclass's traceback
-    # One process drives one GPU. If a process sees several GPUs, Trainer would use DataParallel
-    # and multiply the global batch by the number of GPUs.
-    args._n_gpu = min(args.n_gpu, 1)
-    return args
-
-
-def _fields(args_class: type) -> set[str]:
-    if not dataclasses.is_dataclass(args_class):
-        raise mistake("args_class", f"{args_class!r} is no dataclass", "pass a subclass of TrainingArguments")
-    return {field.name for field in dataclasses.fields(args_class)}
 
 
 baseline = recipe("baseline")

@@ -26,7 +26,7 @@ from filelock import FileLock
 from launch.host.launcher import threads_per_process
 from launch.host.processes import free_port
 from recipes.errors import Failure, UserError, mistake, one_line
-from recipes.factories import arguments_for
+from recipes.rules.probe import arguments_for
 from recipes.run import Place, RunSpec, here
 from recipes.run.engine import launch_environment
 

@@ -2,6 +2,7 @@
 
 The probe needs no GPU and no process group. Rules judge GPU-dependent settings. An object
 that cannot be built becomes a problem in the library's own words, with the source of the value.
+`arguments_for` builds the arguments of the training itself, and words a refusal in the same way.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recipes import legal
-from recipes.errors import Problem, raise_errors
+from recipes.errors import Problem, UserError, raise_errors
 from recipes.legal.libraries import ABSENT
 from recipes.quiet import silence
 from recipes.rules.facts import (
@@ -31,7 +32,7 @@ from recipes.rules.facts import (
     uses_fsdp,
 )
 from recipes.rules.training import pushed_to
-from recipes.run import RunSpec
+from recipes.run import RunSpec, Settings
 from recipes.run.engine import launch_environment
 
 _STEPS = 1000  # assumed for a training whose length depends on its data
@@ -54,6 +55,21 @@ def probe(run: RunSpec) -> list[Problem]:
 def require_constructible(run: RunSpec) -> None:
     """Raise `UserError` if the libraries refuse anything, with all their refusals."""
     raise_errors(probe(run))
+
+
+def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> Any:
+    """Build TrainingArguments or a subclass from a run's values and the values in `own`, which win.
+
+    Raises `UserError` with the message of the class if the class refuses a value.
+    """
+    try:
+        args = args_class(**{**run.training_arguments(), **(own or {})})
+    except (TypeError, ValueError) as error:
+        raise UserError(refused_by_library(run, error)) from error  # keeps the subclass's traceback
+    # One process drives one GPU. If a process sees several GPUs, Trainer would use DataParallel
+    # and multiply the global batch by the number of GPUs.
+    args._n_gpu = min(args.n_gpu, 1)
+    return args
 
 
 def probe_in_child(run: RunSpec) -> list[Problem]:

@@ -235,7 +235,7 @@ def train(case: Case) -> None:
     from launch.host.world import prepare_process
     from launch.training.model import _in_4_bits, with_adapters
     from launch.training.trainer import RecipeTrainer
-    from recipes.factories import arguments_for
+    from recipes.rules.probe import arguments_for
     from recipes.run import here, resolve
 
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from launch.training.objective import mean_loss
 from launch.training.trainer import RecipeTrainer, build_trainer
 from recipes import standard
 from recipes.errors import UserError
-from recipes.factories import arguments_for
+from recipes.rules.probe import arguments_for
 from recipes.run import here, resolve
 from recipes.scaling.timings import WARM_UP_STEPS
 from tests.support.running import model_flags, train_here

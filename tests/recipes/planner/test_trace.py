@@ -11,11 +11,11 @@ from accelerate.utils import compile_regions
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, TrainingArguments
 
 from launch.training.trainer import RecipeTrainer
-from recipes.factories import arguments_for
 from recipes.planner.fits import Estimator
 from recipes.planner.memory import FREED, SIZE, Adapters, Case
 from recipes.planner.trace import at_batch, short_lengths, trace, trace_any, trace_shallow, weigh
 from recipes.quiet import silence
+from recipes.rules.probe import arguments_for
 from tests.benchmarks.published import MIB, OF_TRAINER, planned
 from tests.recipes.planner.small import CPU, SHAPE, SMALL, alone, peak, real_peak, run_of
 

@@ -9,7 +9,6 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
@@ -64,24 +63,18 @@ def launch_quickly(
     The ranks are forked from a process that has imported everything already. Like the launcher's,
     the exit code is 1 if a rank's is not 0.
     """
-    argv = [*flags, "--output_dir", str(output)]
-    environment = {**launchers_environment(processes, config, argv), **(env or {})}
-    codes, printed = run_ranks(processes, environment, [str(script), *argv])
+    of_launcher = launched(ROOT / "accelerate_configs" / config, "--num_processes", str(processes))
+    argv = [str(script), *flags, "--output_dir", str(output)]
+    codes, printed = run_ranks(processes, {**of_launcher, **(env or {})}, argv)
     return Outcome(int(any(codes)), printed, read_record(output))
 
 
-def launchers_environment(processes: int, config: str, argv: list[str]) -> dict[str, str]:
-    return launched(
-        ROOT / "accelerate_configs" / config, "--num_processes", str(processes), script=[str(SCRIPT), *argv]
-    )
-
-
-def launched(file: Path, *flags: str, script: Sequence[str] = ("train.py",)) -> dict[str, str]:
+def launched(file: Path, *flags: str) -> dict[str, str]:
     """The environment that `accelerate launch` sets for its processes, by its own functions."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import launch
 
-    parsed = launch_command_parser().parse_args(["--config_file", str(file), *flags, *script])
+    parsed = launch_command_parser().parse_args(["--config_file", str(file), *flags, "train.py"])
     args, yaml, _ = _validate_launch_command(parsed)
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(yaml.deepspeed_config)

@@ -11,8 +11,9 @@ import torch
 from launch.host.processes import free_port
 from launch.output import checkpoints
 from launch.output.checkpoints import inspect, numbered
+from recipes.run.files import shipped
 from tests.launch.output.test_checkpoints import steps
-from tests.support.running import SCRIPT, fork, launchers_environment, model_flags, train_here
+from tests.support.running import SCRIPT, fork, launched, model_flags, train_here
 from tests.support.waiting import PATIENCE
 
 SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 2 --learning_rate 1e-3 --logging_steps 1".split()
@@ -96,7 +97,7 @@ def test_load_best_model_at_end_does_not_load_a_damaged_checkpoint(tiny_model, t
 def test_the_checkpoint_of_two_nodes_is_valid_on_a_shared_and_on_separate_disks(shared, tiny_model, texts, tmp_path):
     """On a disk that both see, the manifest names the files of both."""
     outputs = [tmp_path / "first", tmp_path / ("first" if shared else "second")]
-    world = {**launchers_environment(2, "standard.yaml", []), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    world = {**launched(shipped("standard.yaml")), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
     flags = [*model_flags(tiny_model, texts), *SIX_STEPS]
     with tempfile.TemporaryFile() as log:

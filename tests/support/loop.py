@@ -1,6 +1,5 @@
 """The reference: a plain PyTorch training loop, written by hand, without Trainer."""
 
-import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ def loop_steps(
         total = torch.zeros((), device=device)
         for _ in range(accumulation):
             ids = next(batches).to(device, non_blocking=True)
-            with torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext():
+            with torch.autocast(device, torch.bfloat16, enabled=bf16):
                 loss = model(input_ids=ids, labels=ids).loss / accumulation
             loss.backward()
             total += loss.detach()

@@ -160,7 +160,7 @@ def _help() -> str:
 
 
 def _no_command(name: str) -> UserError:
-    similar = [_SYNONYMS[name]] if name in _SYNONYMS else get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
+    similar = get_close_matches(_SYNONYMS.get(name, name), COMMANDS, n=1, cutoff=0.7)
     fix = f"recipes {similar[0]}" if similar else "one of " + ", ".join(COMMANDS)
     return mistake(name or "recipes", "is not a command" if name else "needs a command", fix)
 

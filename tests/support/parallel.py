@@ -43,7 +43,8 @@ def train(folder: str, settings: dict, sizes: dict | None = None):
         {"input_ids": row, "labels": row.masked_fill(places < number % 7, -100), "position_ids": places}
         for number, row in enumerate(ROWS)
     ]
-    trainer = Trainer(tiny_llama(num_hidden_layers=2, num_attention_heads=4), args, train_dataset=data)
+    model = tiny_llama(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    trainer = Trainer(model, args, train_dataset=data)
     trainer.train()
     return trainer
 

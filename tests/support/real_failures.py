@@ -37,9 +37,7 @@ def arguments(folder: Path, **changes):
 def tiny_llama(**changes):
     torch.manual_seed(0)
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    return LlamaForCausalLM(
-        LlamaConfig(**{**sizes, "num_key_value_heads": 2, "max_position_embeddings": 32, **changes})
-    )
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "max_position_embeddings": 32, **changes}))
 
 
 def train(folder: Path, *, model=None, evaluates=False, **changes):

@@ -7,13 +7,13 @@ throughput before. Changes that keep the global batch come first.
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, hypot
 from statistics import median
 
 from recipes.run import Settings, with_flags
 from recipes.scaling.analyse import Series, Size, Spread, spread
 from recipes.scaling.causes import WORTH_NAMING, Cause, bus_bytes, megabytes, milliseconds
-from recipes.scaling.timings import Timing, grouped, of_median, together
+from recipes.scaling.timings import Timing, grouped, of_median
 
 # The advised accumulation lowers communication to at most this share of a step.
 _SMALL_COMMUNICATION = 0.10
@@ -175,7 +175,7 @@ def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:
     """
     best, gain = series.best, series.best.speedup.median / size.speedup.median
     smaller = series.scaling != "weak" and best.num_processes < size.num_processes
-    if smaller and gain >= 1 + (together(best.off, size.off) or 0.0):
+    if smaller and gain >= 1 + hypot(best.off, size.off):
         fast = "as fast" if gain < _AS_FAST else f"{gain:.2f} times as fast"
         processes = "1 process is" if best.num_processes == 1 else f"{best.num_processes} processes are"
         title, why = f"train on {best.num_processes}, not {size.num_processes}", "this model does not need more"

@@ -7,11 +7,12 @@ so this module compares the jobs. Rows of other programs are strong scaling unle
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import hypot
 from statistics import linear_regression, median, median_low, quantiles
 from typing import Any
 
 from recipes.scaling.causes import LostTime, Training, lost_time_of
-from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing, grouped, of_median, together
+from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing, grouped, of_median
 
 # The lowest efficiency of each band. A size that is slower than a smaller size is always negative.
 EXCELLENT, GOOD = 0.85, 0.70
@@ -41,7 +42,7 @@ class Size:
     tokens_per_second: float | None
     speedup: Spread  # the throughput divided by the throughput of the series' smallest world
     efficiency: Spread  # the speedup divided by the ratio of the world sizes
-    off: float | None  # the relative error that the median may have, None for a single row
+    off: float  # the relative error that the median may have, 0 for a single row
     accuracy: float | None
     typical: Timing
     losses: LostTime
@@ -162,10 +163,10 @@ def _size(
     speedup = Spread(reference / own.median, reference / own.high, reference / own.low)
     times = base[0].num_processes / world
     efficiency = Spread(speedup.median * times, speedup.low * times, speedup.high * times)
-    off = of_median(each) / own.median if len(each) > 1 else None
+    off = of_median(each) / own.median
     best = max(smaller, key=lambda other: other.speedup.median, default=None)
     slower_than, named = None, band(efficiency.median) if smaller else ""
-    if best and best.speedup.median / speedup.median - 1 > (together(best.off, off) or 1e-9):
+    if best and best.speedup.median / speedup.median - 1 > (hypot(best.off, off) or 1e-9):
         slower_than, named = best.num_processes, NEGATIVE
     tokens = [row.tokens / row.epoch_time for row in rows if row.tokens]
     return Size(
@@ -226,7 +227,7 @@ def _serial_fraction(sizes: Sequence[Size]) -> float | None:
     fitted, _ = linear_regression(shares, excess, proportional=True)
     serial = min(max(fitted, 0.0), 1.0)
     for size, share, over in zip(larger, shares, excess, strict=True):
-        off = (together(first.off, size.off) or _ONE_TIMING) / size.speedup.median / share
+        off = (hypot(first.off, size.off) or _ONE_TIMING) / size.speedup.median / share
         if size.slower_than or abs(max(over / share, 0.0) - serial) > 2 * off:
             return None
     return serial

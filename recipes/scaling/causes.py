@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log, prod
+from math import hypot, log, prod
 from statistics import median
 
-from recipes.scaling.timings import Timing, grouped, of_median, together
+from recipes.scaling.timings import Timing, grouped, of_median
 
 # A cause is named only if it takes this share of a step or more: a smaller share may be noise.
 WORTH_NAMING = 0.10
@@ -92,7 +92,7 @@ def lost_time_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> 
     hides = several and row.no_sync_step is None and row.communication is None
     bound = list(_hidden(row, step, share)) if hides and share else []
     causes = [
-        replace(cause, uncertain=step * (training.uncertain(cause.key, row, repeats) or 0.0))
+        replace(cause, uncertain=step * training.uncertain(cause.key, row, repeats))
         for cause in (*found, *bound)
         if cause.seconds > 0
     ]
@@ -179,7 +179,7 @@ class Training:
         alone = [row for row in rows if row.num_processes == 1 and row.global_batch]
         self._alone = grouped(alone, lambda row: row.global_batch or 0)
 
-    def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
+    def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float:
         """Return the uncertainty of the time lost to a cause, as a share of the step."""
         if key not in AGAINST_A_REFERENCE:
             lost = ((_measured(key, repeat), repeat.step_time) for repeat in repeats)
@@ -187,7 +187,7 @@ class Training:
         own = repeats if key == "contention" else self._nearest_alone(row.global_batch)
         both = [map(_computing, rows) for rows in (own, self._nearest_alone(_share(row)))]
         # The difference of two logarithms is the relative difference of the seconds.
-        return together(*(of_median([log(seconds) for seconds in times if seconds]) for times in both))
+        return hypot(*(of_median([log(seconds) for seconds in times if seconds]) for times in both))
 
     def _nearest_alone(self, samples: float | None) -> list[Timing]:
         """Return the rows of one process with the global batch that is nearest to `samples`."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
-from math import hypot, inf, sqrt
+from math import inf, sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -247,9 +247,3 @@ def of_median(values: Sequence[float]) -> float:
     few = sorted(values)[:: -(-len(values) // _MOST) or 1]
     pairs = [abs(one - other) for one, other in combinations(few, 2)]
     return _SURE * _MEDIAN * median(pairs) / _PAIR / sqrt(len(values)) if pairs else 0.0
-
-
-def together(*parts: float | None) -> float | None:
-    """Combine the uncertainties of the parts of a sum or difference; None if all are None."""
-    known = [part for part in parts if part is not None]
-    return hypot(*known) if known else None

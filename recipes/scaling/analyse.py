@@ -87,9 +87,9 @@ def analyse(rows: Iterable[Timing]) -> list[Series]:
     Runs that try advice, and the runs with which they are compared, are left out.
     """
     found = []
-    for (name, _), training in _trainings([row for row in rows if not row.applied]).items():
+    for training in _trainings([row for row in rows if not row.applied]):
         same = Training(training)
-        found += [_series(key, own, same) for key, own in _curves(name, training).items()]
+        found += [_series(own, same) for own in _curves(training)]
     return found
 
 
@@ -100,21 +100,22 @@ def _is_of_a_job(row: Timing) -> bool:
     return not row.scaling and bool(row.engine) and row.global_batch is not None
 
 
-def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """Group the rows by training. The keys are (name of the training, name of the recipe).
+def _trainings(rows: Sequence[Timing]) -> Iterable[list[Timing]]:
+    """Group the rows by training, that is by name and recipe.
 
     If jobs of one name and recipe have several commands, each command is a training of its own, and
-    the training's name contains the command.
+    the name in its rows contains the command.
     """
-    names: dict[int, str] = {}  # by the row's id
+    several: set[Timing] = set()
     for alike in grouped(filter(_is_of_a_job, rows), lambda row: (row.name, row.recipe)).values():
         if len({row.command for row in alike}) > 1:
-            names |= {id(row): f"{row.name} ({row.command or 'no flags'})" for row in alike}
-    return grouped(rows, lambda row: (names.get(id(row), row.name), row.recipe))
+            several |= {*alike}
+    named = [replace(row, name=f"{row.name} ({row.command or 'no flags'})") if row in several else row for row in rows]
+    return grouped(named, lambda row: (row.name, row.recipe)).values()
 
 
-def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str, str], list[Timing]]:
-    """Group one training's rows into series. The keys are (name of the series, recipe, scaling).
+def _curves(training: Sequence[Timing]) -> Iterable[list[Timing]]:
+    """Group one training's rows into series. The rows get the name and the scaling of their series.
 
     Jobs are weak scaling if their batches per process are equal and their global batches differ.
     Other jobs are strong scaling, with a series for each global batch.
@@ -122,42 +123,36 @@ def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str, str],
     jobs = [row for row in training if _is_of_a_job(row)]
     batches = {row.global_batch for row in jobs}
     weak = len(batches) > 1 and len({(row.global_batch or 0) / row.num_processes for row in jobs}) == 1
-    found: dict[tuple[str, str, str], list[Timing]] = {}
+    named = []
     for row in training:
         of_a_job = _is_of_a_job(row)
         kind = row.scaling or ("weak" if weak and of_a_job else "strong")
         label = f", global batch {row.global_batch}" if of_a_job and len(batches) > 1 and not weak else ""
-        found.setdefault((name + label, row.recipe, kind), []).append(row)
-    return found
+        named.append(replace(row, name=row.name + label, scaling=kind))
+    return grouped(named, lambda row: (row.name, row.scaling)).values()
 
 
 # --- Sizes ---------------------------------------------------------------------------------------
 
 
-def _series(key: tuple[str, str, str], own: list[Timing], training: Training) -> Series:
+def _series(own: list[Timing], training: Training) -> Series:
     """Return a series. Throughput counts samples, or tokens if rows lack samples, else epochs."""
     count = next((count for count in ("samples", "tokens") if all(getattr(row, count) for row in own)), "")
     by_world = sorted(grouped(own, lambda row: row.num_processes).items())
     sizes: list[Size] = []
     for _, rows in by_world:
-        sizes.append(_size(key, rows, by_world[0][1], sizes, training, count))
+        sizes.append(_size(rows, by_world[0][1], sizes, training, count))
     batches, samples = {size.typical.global_batch for size in sizes}, [size.typical.samples or 1 for size in sizes]
     alike = (len(batches) == 1 and None not in batches) or max(samples) <= _SAME_WORK * min(samples)
-    fixed = alike and key[2] == "strong"
-    return Series(*key, tuple(sizes), tuple(own), fixed, _serial_fraction(sizes) if fixed else None)
+    fixed = alike and own[0].scaling == "strong"
+    serial = _serial_fraction(sizes) if fixed else None
+    return Series(own[0].name, own[0].recipe, own[0].scaling, tuple(sizes), tuple(own), fixed, serial)
 
 
-def _size(
-    key: tuple[str, str, str],
-    rows: list[Timing],
-    base: list[Timing],
-    smaller: Sequence[Size],
-    training: Training,
-    count: str,
-) -> Size:
+def _size(rows: list[Timing], base: list[Timing], smaller: Sequence[Size], training: Training, count: str) -> Size:
     """Compare the `rows` of a world size with `base`, the smallest's. `count`: the unit of work."""
     world, typical = rows[0].num_processes, _typical(rows)
-    typical = replace(typical, name=key[0], scaling=key[2], samples=typical.samples if count == "samples" else None)
+    typical = replace(typical, samples=typical.samples if count == "samples" else None)
     each, of_base = ([row.epoch_time / (getattr(row, count) if count else 1) for row in some] for some in (rows, base))
     own, reference = spread(each), median(of_base)
     speedup = Spread(reference / own.median, reference / own.high, reference / own.low)

@@ -302,8 +302,7 @@ def summary_csv(found: Findings) -> str:
 def _flat(series: Series, size: Size) -> dict[str, object]:
     """Return the typical timing and the analysis of a world size as one dict, a row of the CSV."""
     found: dict[str, object] = vars(size.typical) | {"timed": size.typical.timed or "epoch"}
-    for name in ("name", "recipe", "scaling", "serial_fraction"):
-        found[name] = getattr(series, name)
+    found["serial_fraction"] = series.serial_fraction
     for name in ("repeats", "tokens_per_second", "band", "cause", "slower_than", "accuracy"):
         found[name] = getattr(size, name)
     for name in ("epoch_time", "samples_per_second", "speedup", "efficiency"):

@@ -108,7 +108,7 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     require_launcher()
     yaml = options.accelerate_config
     place = Local().place(options.num_processes or in_own_yaml(yaml), accelerate_config=yaml)
-    job = checked_job(options.recipe, rest, place, yaml, starts_here=True)
+    job = checked_job(options.recipe, rest, place, starts_here=True)
     refuse_while_in_use(job.folder)
     world = plural(job.run.world_size, "process")
     print_progress(f"starting {world}, {job.run.recipe.name} on {job.run.engine_title}", console())

@@ -24,7 +24,6 @@ from recipes.flags import flag
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, resolve, with_fit, with_flags
 from recipes.run.engine import from_yaml
-from recipes.run.files import find_yaml
 from recipes.run.hardware import Gpu
 from recipes.run.place import Place, launch_yaml
 
@@ -74,7 +73,6 @@ def checked_job(
     recipe: str | None,
     argv: Sequence[str],
     place: Place,
-    accelerate_config: str | None = None,
     data: Sequence[str] = (),
     preflight: bool = False,
     starts_here: bool = False,
@@ -82,7 +80,6 @@ def checked_job(
     """Return the job that runs train.py with the arguments `argv` in `place`. Check the run first.
 
     If `recipe` is None, `argv` or --config's file may name the recipe; the default is `standard`.
-    `accelerate_config` is the file or name of an Accelerate YAML that replaces the recipe's own.
     `data` names the data that the target mounts (`--data`). With `starts_here`, train.py starts
     next in this terminal, so train.py prints the advice itself, and no text of the job is stored.
 
@@ -100,7 +97,7 @@ def checked_job(
     if not starts_here:
         refuse_tokens(run)
     argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
-    yaml = find_yaml(accelerate_config).resolve() if accelerate_config else launch_yaml(run.recipe, run["deepspeed"])
+    yaml = Path(place.yaml.source).resolve() if place.yaml else launch_yaml(run.recipe, run["deepspeed"])
     return Job(run, run.world_size // run.local_world_size, argv, str(yaml), preflight=preflight)
 
 

@@ -61,7 +61,7 @@ class Local(Target):
                 break
             tried.append(attempt)
             argv = with_flags(job.argv, attempt)
-            job = checked_job(None, argv, job.run.place, job.config, preflight=job.preflight)
+            job = checked_job(None, argv, job.run.place, preflight=job.preflight)
             print(f"\nout of memory: retrying with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
             code = run_script(without_secrets(self.render(job)), job)
         return code

@@ -55,7 +55,7 @@ def submit(
     if processes_per_node is None and isinstance(target, Azure):  # the GPUs of Azure's nodes cannot be read from here
         print_note("each node gets one process: for N GPUs per node, use --processes_per_node N", console(stderr=True))
     place = target.place(processes_per_node, nodes, accelerate_config)
-    job = checked_job(recipe, argv, place, accelerate_config, getattr(target, "data", ()), preflight)
+    job = checked_job(recipe, argv, place, getattr(target, "data", ()), preflight)
     if job.run["fresh"] and not isinstance(target, Local):
         what = "would move the run aside again at every restart of the job"
         raise mistake("fresh", what, "use another --output_dir, or --output_uri on Azure ML")

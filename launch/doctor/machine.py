@@ -320,8 +320,7 @@ def shared_memory(request: Request) -> Check | None:
         return None
     needed = "DataLoader workers and NCCL pass data through it"
     try:
-        system = os.statvfs(_SHARED_MEMORY)
-        size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
+        size, _, free = shutil.disk_usage(_SHARED_MEMORY)
         if free >= _LEAST_SHARED:
             require_writable(_SHARED_MEMORY)
     except OSError as error:

@@ -23,6 +23,7 @@ from launch.scaling.plots import NO_PICTURES, Picture
 from launch.scaling.run import TIMINGS
 from recipes.errors import mistake, plural
 from recipes.rules.facts import installed
+from recipes.run import with_flags
 from recipes.scaling import sentences, timings
 from recipes.scaling.advice import Advice, Applied, advise, applied
 from recipes.scaling.analyse import Series, Size, Spread, analyse, hardware_of
@@ -167,8 +168,8 @@ def commands(found: Findings, series: Series, size: Size, advice: Advice) -> lis
     The command is included only if all timings come from one file of `scale run`. If the advice
     changes no flag, the list is empty.
     """
-    processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
-    flags = " ".join(filter(None, [*processes, advice.shown_flags]))
+    fewer = {"num_processes": advice.num_processes} if advice.num_processes != size.num_processes else {}
+    flags = shlex.join(with_flags([], {**fewer, **advice.flags}))
     if not flags or found.measured_in is None:
         return [flags] if flags else []
     words = ["recipes", "scale", "run", "--apply", advice.key, "--num_processes", str(size.num_processes)]

@@ -4,13 +4,12 @@ Gains are predicted from measured times. A gain is the throughput after a change
 throughput before. Changes that keep the global batch come first.
 """
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil, hypot
 from statistics import median
 
-from recipes.run import Settings, with_flags
+from recipes.run import Settings
 from recipes.scaling.analyse import Series, Size, Spread, spread
 from recipes.scaling.causes import WORTH_NAMING, Cause, bus_bytes, megabytes, milliseconds
 from recipes.scaling.timings import Timing, grouped, of_median
@@ -36,11 +35,6 @@ class Advice:
     num_processes: int
     flags: Settings = field(default_factory=dict)
     same_training: bool = True  # True if the global batch stays as it is
-
-    @property
-    def shown_flags(self) -> str:
-        """The flags as they are written on the command line; empty if the change has no flags."""
-        return shlex.join(with_flags([], self.flags))
 
 
 def advise(size: Size, series: Series) -> list[Advice]:

@@ -168,8 +168,7 @@ def commands(found: Findings, series: Series, size: Size, advice: Advice) -> lis
     The command is included only if all timings come from one file of `scale run`. If the advice
     changes no flag, the list is empty.
     """
-    fewer = {"num_processes": advice.num_processes} if advice.num_processes != size.num_processes else {}
-    flags = shlex.join(with_flags([], {**fewer, **advice.flags}))
+    flags = shlex.join(with_flags([], advice.flags))
     if not flags or found.measured_in is None:
         return [flags] if flags else []
     words = ["recipes", "scale", "run", "--apply", advice.key, "--num_processes", str(size.num_processes)]

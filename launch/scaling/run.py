@@ -250,10 +250,11 @@ def _on_cores(world_size: int, most: int) -> Iterator[None]:
 
 def _before_and_after(size: Size, advice: Advice) -> list[Point]:
     """Print the advice. Return two points: the training as measured, and with the advice."""
-    row, batch = size.typical, size.typical.global_batch or 0
+    row, batch, changed = size.typical, size.typical.global_batch or 0, dict(advice.flags)
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
-    after = replace(before, num_processes=advice.num_processes, changed=advice.flags, applied=advice.title)
-    after = replace(after, predicted=advice.gain, global_batch=advice.flags.get("global_batch_size", batch))
+    processes = changed.pop("num_processes", row.num_processes)  # no flag of train.py
+    after = replace(before, num_processes=processes, changed=changed, applied=advice.title)
+    after = replace(after, predicted=advice.gain, global_batch=changed.get("global_batch_size", batch))
     print(f"{advice.title}: {advice.why}; predicted {advice.gain:.2f} times the throughput")
     return [before, after]
 
@@ -279,9 +280,9 @@ def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, S
 
 def _find(key: str, advice: list[Advice], size: Size) -> Advice:
     """Return the advice with this key, or the first advice if the key is empty. Only advice that
-    changes flags or the world size is tried. Raises `UserError` if there is no such advice.
+    changes flags is tried. Raises `UserError` if there is no such advice.
     """
-    ready = [one for one in advice if one.flags or one.num_processes != size.num_processes]
+    ready = [one for one in advice if one.flags]
     found = next((one for one in ready if key in ("", one.key)), None)
     if found:
         return found

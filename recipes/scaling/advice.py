@@ -5,7 +5,7 @@ throughput before. Changes that keep the global batch come first.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, hypot
 from statistics import median
 
@@ -32,8 +32,7 @@ class Advice:
     title: str  # also the value of `applied` in the timings of runs that try the change
     why: str
     gain: float  # the throughput after the change divided by the throughput before
-    num_processes: int
-    flags: Settings = field(default_factory=dict)
+    flags: Settings  # with num_processes, if another world size is advised
     same_training: bool = True  # True if the global batch stays as it is
 
 
@@ -77,7 +76,7 @@ def _for(row: Timing, cause: Cause) -> Iterator[Advice]:
 def _shorter(key: str, title: str, why: str, row: Timing, less: float, flags: Settings | None = None) -> Advice:
     """Return a change that saves `less` seconds of a step."""
     step = row.step_time or 0.0  # never 0: without a step time, `advise` looks for no change
-    return Advice(key, title, why, step / max(step - less, step * 1e-3), row.num_processes, flags or {})
+    return Advice(key, title, why, step / max(step - less, step * 1e-3), flags or {})
 
 
 def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
@@ -134,7 +133,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
         why += f"communication to {waits / longer:.0%} of a step. This is a different training: the global "
         why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
         title, gain = f"{times} times the accumulation", times * step / longer
-        yield Advice("accumulation", title, why, gain, row.num_processes, flags, same_training=False)
+        yield Advice("accumulation", title, why, gain, flags, same_training=False)
 
 
 def _faster_data(row: Timing, step: float, waits: float) -> Advice:
@@ -173,7 +172,7 @@ def _fewer_processes(size: Size, series: Series) -> Iterator[Advice]:
         fast = "as fast" if gain < _AS_FAST else f"{gain:.2f} times as fast"
         processes = "1 process is" if best.num_processes == 1 else f"{best.num_processes} processes are"
         title, why = f"train on {best.num_processes}, not {size.num_processes}", "this model does not need more"
-        yield Advice("fewer", title, f"{processes} {fast}: {why}", gain, best.num_processes)
+        yield Advice("fewer", title, f"{processes} {fast}: {why}", gain, {"num_processes": best.num_processes})
 
 
 # --- Changes that were tried ---------------------------------------------------------------------

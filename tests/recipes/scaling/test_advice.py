@@ -94,7 +94,7 @@ def test_fewer_processes_are_advised_if_more_processes_are_slower():
     rows = [Timing(1, 100.0, samples=1000), Timing(4, 217.4, samples=1000)]
     series = analyse(rows)[0]
     found = advise(series.sizes[-1], series)
-    assert [(one.key, one.num_processes) for one in found] == [("fewer", 1)]
+    assert [(one.key, one.flags) for one in found] == [("fewer", {"num_processes": 1})]
     assert found[0].gain == pytest.approx(2.174)
 
 

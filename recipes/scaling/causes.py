@@ -226,9 +226,7 @@ class Training:
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None) -> list[Cause]:
     """Divide the lost computing time among causes in proportion to the log of each one's factor."""
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
-    longest = row.no_sync_step_max or row.no_sync_step or share
-    if not longest or not factors:
-        return []
+    longest = row.no_sync_step_max or row.no_sync_step or share or 0.0  # 0 only without factors
     product = prod(times for _, times, _ in factors)
     lost = longest * (1 - 1 / product)
     return [Cause(key, lost * log(times) / log(product), step, evidence) for key, times, evidence in factors]

@@ -37,22 +37,22 @@ MOST_LINES = 800  # of a file, which is one concept
 # The most lines of each room; of `recipes` and `launch`, of the files directly in them. Only new
 # behaviour raises a number, and its commit gives the reason.
 BUDGETS = {
-    "recipes": 777,
-    "recipes/legal": 490,
+    "recipes": 758,
+    "recipes/legal": 482,
     "recipes/run": 1832,
-    "recipes/rules": 2452,
+    "recipes/rules": 2468,
     "recipes/planner": 2968,
-    "recipes/scaling": 1138,
+    "recipes/scaling": 1119,
     "launch": 547,
     "launch/commands": 1248,
     "launch/data": 2080,
-    "launch/doctor": 1270,
+    "launch/doctor": 1269,
     "launch/explain": 399,
     "launch/fit": 254,
     "launch/host": 1146,
-    "launch/jobs": 1336,
+    "launch/jobs": 1333,
     "launch/output": 1417,
-    "launch/scaling": 881,
+    "launch/scaling": 882,
     "launch/training": 2238,
 }
 

@@ -157,9 +157,10 @@ def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None
     """Raise `UserError` if the file holds another training with this name, because the analysis
     treats rows with the same name as one training.
     """
-    earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
-    if earlier - {shlex.join(argv)}:
-        then, now = next(iter(earlier)), shlex.join(argv)
+    if not file.exists() or not file.stat().st_size:  # empty if an earlier run ended before its first row
+        return
+    now = shlex.join(argv)
+    for then in {row.command for row in read([file]) if row.name == name} - {now}:
         what = f"{file} holds timings of {name} with {then or 'no flags'}; this run has {now or 'no flags'}"
         raise mistake("output", what, "choose another --output, or another --name for this training")
 

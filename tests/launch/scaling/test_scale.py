@@ -139,6 +139,12 @@ def test_scale_run_refuses_an_output_folder_with_timings_of_another_training(tmp
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_scale_run_starts_again_after_a_run_that_was_stopped_before_its_first_row(tmp_path, capsys):
+    (tmp_path / "timings.jsonl").touch()
+    assert main(["scale", "run", "--name", "mine", "--dataset_name", "./none", "--output", str(tmp_path)]) == 2
+    assert "there is no file or folder ./none" in " ".join(capsys.readouterr().err.split())
+
+
 def test_strong_and_weak_scaling_share_the_run_with_the_most_processes():
     both = ("strong", "weak")
     found = [(point.num_processes, point.global_batch, point.series) for point in points([], both, sizes=[1, 2, 4])]

@@ -66,6 +66,12 @@ def test_each_epoch_and_each_seed_of_a_stream_has_another_order(folder, tokenize
     assert one == rows_of(first(stream(folder, tokenizer), 252), tokenizer)
 
 
+def test_each_epoch_of_a_stream_begins_with_another_file(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr("launch.data.streams.WINDOW", 5)  # fewer rows than a file has
+    found = rows_of(first(stream(folder, tokenizer), 4 * 126), tokenizer)
+    assert len({row.partition(".")[0] for row in found[::126]}) > 1
+
+
 def test_sequential_sampling_of_a_stream_follows_the_order_of_the_files(folder, tokenizer):
     found = rows_of(first(stream(folder, tokenizer, **SEQUENTIAL), 40), tokenizer)
     assert found == [f"0.{row}" for row in range(30)] + [f"1.{row}" for row in range(10)]

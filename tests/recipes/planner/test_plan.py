@@ -136,7 +136,8 @@ def steps(*argv, config=LARGE, gpu_memory=SMALL_CARD, **named):
 
 
 def test_next_steps_of_a_plan_are_complete_commands_ordered_from_checkpointing_to_qlora():
-    found = planned("--max_length", "128", config=LARGE, gpu_memory=SMALL_CARD).next_steps
+    plan = planned("--max_length", "128", config=LARGE, gpu_memory=SMALL_CARD)
+    found, standard = plan.next_steps, next(one.total_bytes for one in plan.recipes if one.name == "standard")
     order = ["gradient_checkpointing", "adamw_bnb_8bit", "memory", "use_peft", "load_in_4bit"]
     places = [next(i for i, step in enumerate(found) if word in step.words) for word in order]
     assert places == sorted(places)
@@ -145,6 +146,7 @@ def test_next_steps_of_a_plan_are_complete_commands_ordered_from_checkpointing_t
         run, entry = as_printed(step.words)
         assert (entry.total_bytes, run.batch.total) == (step.planned.total_bytes, 16)
         assert entry.fits == step.planned.fits
+        assert step.saves_bytes == standard - entry.total_bytes
 
 
 def test_a_plan_explains_a_refused_recipe_and_its_next_step_drops_the_refused_flag():

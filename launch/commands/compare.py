@@ -4,6 +4,7 @@ The function `differences` finds the differences. `recipes rerun` calls the func
 """
 
 import argparse
+import contextlib
 import hashlib
 import math
 import re
@@ -159,16 +160,18 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         world = plural(record.get("world_size") or 1, "process")
         heading = f"{record.get('recipe')}, {_status(record)}\n"
         heading += f"{record.get('engine')}, {world}, started {record.get('started')}\n"
-        course = schedule({name: entry["value"] for name, entry in record["settings"].items()})
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # of a record that is old, or was edited
+            course = schedule({name: entry["value"] for name, entry in record["settings"].items()})
+            heading += f"schedule: {course}\n"
     else:
         run, record = _recipe_run(options.name, options.num_processes, options.global_batch_size), {}
-        heading, course, chosen = _heading(run), schedule(run), {}
+        heading, chosen = f"{_heading(run)}schedule: {schedule(run)}\n", {}
         for name in ("engine", "micro_batch_cap"):  # two values of a recipe that are not settings of train.py
             by, (value, reason) = run.recipe.stated(name)  # type: ignore[misc] # the same for every run
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
         settings = {name: {**vars(each), "value": shown(name, each.value)} for name, each in run.chosen().items()}
         chosen |= {name: entry for name, entry in settings.items() if name != "recipe"}
-    print(f"{heading}schedule: {course}\n")
+    print(heading)
     _print_table(["result", "value"], _result_rows([record]))
     print_settings(["value"], [Row(entry["source"], name, [entry]) for name, entry in chosen.items()])
     return 0

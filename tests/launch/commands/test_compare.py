@@ -53,6 +53,7 @@ def test_show_prints_every_setting_of_a_recipe(name, capsys):
     assert ("no GPU: fp32" in printed) == (name in ("standard", "fast", "sharded"))
     value, reason = RECIPES[name]().settings["engine"]
     assert f"engine {value} recipe {name} {reason}" in re.sub(" +", " ", printed)
+    assert "schedule: learning_rate 5e-05, linear, no warm-up, num_train_epochs 3, max_length 1024\n" in printed
 
 
 def test_show_help_lists_every_field_of_run_json(capsys):
@@ -80,6 +81,15 @@ def test_show_prints_status_results_and_settings_of_a_run(runs, capsys):
         assert "command line" in next(line for line in printed.splitlines() if line.startswith("max_steps"))
     main(["show", str(runs / "diverged")])
     assert capsys.readouterr().out.startswith("standard, failed: NotANumber")
+
+
+def test_show_omits_the_schedule_of_an_older_record_that_lacks_a_part_of_it(runs, tmp_path, answer):
+    content = read_record(runs / "plain")
+    assert "schedule: learning_rate 5e-05, linear," in answer("show", runs / "plain")[1]
+    del content["settings"]["lr_scheduler_type"]
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    code, printed = answer("show", tmp_path)
+    assert code == 0 and "schedule: " not in printed and "final_loss" in printed
 
 
 def test_diff_of_two_runs_lists_settings_versions_and_world_size(runs, tmp_path, answer):

@@ -42,6 +42,18 @@ def value_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def schedule(run: Settings) -> str:
+    """Return the settings of the learning-rate schedule, the run's length and max_length."""
+    from recipes import legal
+
+    warmup = run["warmup_steps"] * (run["lr_scheduler_type"] not in legal.names("schedules_without_warmup"))
+    warm_up = f"warm-up of {warmup:.0%}" if 0 < warmup < 1 else f"warm-up of {plural(int(warmup), 'step')}"
+    steps = run["max_steps"]
+    length = f"max_steps {steps}" if steps > 0 else f"num_train_epochs {run['num_train_epochs']:g}"
+    rate = f"learning_rate {run['learning_rate']:g}, {run['lr_scheduler_type']}"
+    return f"{rate}, {warm_up if warmup else 'no warm-up'}, {length}, max_length {run['max_length']}"
+
+
 # --- Printing ------------------------------------------------------------------------------------
 
 
@@ -105,15 +117,3 @@ def _print_labelled(label: str, colour: str, text: str, out: Console) -> None:
     from rich.text import Text
 
     out.print(Text.assemble((label, colour), f"  {text}"), highlight=False)
-
-
-def schedule(run: Settings) -> str:
-    """Return the settings of the learning-rate schedule, the run's length and max_length."""
-    from recipes import legal
-
-    warmup = run["warmup_steps"] * (run["lr_scheduler_type"] not in legal.names("schedules_without_warmup"))
-    warm_up = f"warm-up of {warmup:.0%}" if 0 < warmup < 1 else f"warm-up of {plural(int(warmup), 'step')}"
-    steps = run["max_steps"]
-    length = f"max_steps {steps}" if steps > 0 else f"num_train_epochs {run['num_train_epochs']:g}"
-    rate = f"learning_rate {run['learning_rate']:g}, {run['lr_scheduler_type']}"
-    return f"{rate}, {warm_up if warmup else 'no warm-up'}, {length}, max_length {run['max_length']}"

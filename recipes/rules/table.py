@@ -362,13 +362,14 @@ def _fine_tunes(run: RunSpec) -> bool:
     return run["model_name_or_path"] is not None and not run["from_scratch"] and run.place.by_train_py
 
 
-def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
-    """Return AdamW's lowest and highest usual learning rate, and the rates that papers use."""
+def _usual_rates(run: RunSpec) -> tuple[float, float, str, str]:
+    """Return AdamW's lowest and highest usual rate, one to begin with, and the rates of papers."""
     if run["load_in_4bit"]:
-        return 5e-5, 5e-4, "QLoRA: Dettmers et al. 2023 use 1e-4 to 2e-4"
+        return 5e-5, 5e-4, "2e-4", "QLoRA: Dettmers et al. 2023 use 1e-4 to 2e-4"
     if run["use_peft"]:
-        return 1e-4, 1e-3, "LoRA: Hu et al. 2021 use 2e-4 to 5e-4"
-    return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 use 2e-5 to 5e-5, Touvron et al. 2023 use 2e-5"
+        return 1e-4, 1e-3, "2e-4", "LoRA: Hu et al. 2021 use 2e-4 to 5e-4"
+    begin = "5e-5" if run["task"] == "sequence_classification" else "2e-5"
+    return 1e-6, 1e-4, begin, "fine-tuning: Devlin et al. 2018 use 2e-5 to 5e-5, Touvron et al. 2023 use 2e-5"
 
 
 _ADVICE = (
@@ -435,12 +436,12 @@ _OF_TRAIN_PY = (
     # Data
     error_row("only_the_demonstration_has_no_data", "dataset_name",
               lambda run: not run["dataset_name"] and run.place.by_train_py
-              and (run.explicit("dataset_name") or run["model_name_or_path"] or run["task"] != "causal_lm"),
+              and (run["dataset_name"] == "" or run["model_name_or_path"] or run["task"] != "causal_lm"),
               "is missing: the texts of train.py's demonstration are only for the demonstration's own model",
               "--dataset_name FILE_OR_HUB_ID", "The run would succeed, and make the model worse."),
     error_row("only_the_demonstration_has_no_model", "model_name_or_path",
               lambda run: not run["model_name_or_path"] and run.place.by_train_py
-              and (run.explicit("model_name_or_path") or run["dataset_name"]),  # "$MODEL" of an unset variable: ""
+              and (run["model_name_or_path"] == "" or run["dataset_name"]),  # "$MODEL" of an unset variable
               "is missing: the small decoder of train.py's demonstration is not for data of your own",
               "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
@@ -466,9 +467,8 @@ _OF_TRAIN_PY = (
                lambda run: _fine_tunes(run) and run["optim"].startswith("adamw")
                and not _usual_rates(run)[0] <= run["learning_rate"] <= _usual_rates(run)[1],
                lambda run: "{:g} is {} the usual rates for {}".format(run["learning_rate"],
-                   "below" if run["learning_rate"] < _usual_rates(run)[0] else "above", _usual_rates(run)[2]),
-               lambda run: "--learning_rate {}, to begin with".format("2e-4" if run["use_peft"] else
-                   "5e-5" if run["task"] == "sequence_classification" else "2e-5"),
+                   "below" if run["learning_rate"] < _usual_rates(run)[0] else "above", _usual_rates(run)[3]),
+               lambda run: f"--learning_rate {_usual_rates(run)[2]}, to begin with",
                "A rate that is too high ruins the model, and one that is too low changes nothing."),
     advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
                lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run.explicit("eval_strategy")

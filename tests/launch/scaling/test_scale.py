@@ -121,12 +121,14 @@ def test_scale_run_with_apply_records_the_measured_and_the_predicted_gain(alone,
 
 
 @pytest.mark.slow
-def test_scale_run_says_that_nothing_was_measured_if_every_run_fails(tiny_model, tmp_path, capsys):
+def test_scale_run_says_that_nothing_was_measured_if_every_run_fails(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("launch.scaling.run.installed", lambda package: package != "matplotlib")
     (tmp_path / "bad.jsonl").write_text('{"text": ""}')
     words = ["--num_processes", "1", "--repeats", "2", *model_flags(tiny_model, tmp_path / "bad.jsonl")]
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr()
     assert "nothing was measured: every run failed" in printed.err
+    assert printed.err.index("No pictures: ") < printed.err.index("failed, exit code 2")  # before it measures
     assert printed.err.count("failed, exit code 2") == 1  # it is not measured again
     assert printed.out.count("a round took ") == 1 and " ms, so" not in printed.out  # after the first
     assert "scale report" not in printed.out

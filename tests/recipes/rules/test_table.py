@@ -185,6 +185,7 @@ LEGAL_AFTER_ALL = [
     ("the_schedule_works_under_deepspeed", Run(f'{MIN_LR} {{"min_lr_rate":0.1}}', yaml="memory.yaml")),
     ("lora_r_is_in_range", Run("--lora_r 0")),  # lora_r_is_read speaks of it
     ("fp16_needs_a_gpu", Run("--bf16")),  # the fix
+    ("only_the_demonstration_has_no_data", Run("--config c.yaml", files={"c.yaml": "dataset_name: null"})),
     ("learning_rates_are_usual", Run("--model_name_or_path gpt2 --learning_rate 3e-4 --from_scratch")),
     ("something_is_held_out", Run(f"--model_name_or_path gpt2 {STREAM}")),
     ("something_is_held_out", Run("--model_name_or_path gpt2 --dataset_name d --eval_strategy no")),

@@ -351,14 +351,15 @@ def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
     """Return three short lengths if the model loops over tokens and the case is longer, else ().
 
     Recurrent layers loop over single tokens, or over chunks of 64, unless another package's
-    kernels run: this function searches the model's source for such a loop. Each length is 12
-    or more: with shorter ones, the many recurrent states would set the peak of an evaluation.
+    kernels run: this function searches the model's source for such a loop. With lengths below 12,
+    the many recurrent states would set the peak of an evaluation; a training has other peaks.
     """
     classes = [_class(part, case.task) for part in (config, config.get_text_config())]
     source = "".join(inspect.getsource(sys.modules[one.__module__]) for one in classes if isinstance(one, type))
     by_chunks = r"for \w+ in range\(num_(chunks|blocks)\)|in range\(\w*length // chunk_size\)"
     by_token = re.search(r"for \w+ in range\(seq_len\)", source)
-    lengths = (12, 16, 20) if by_token else (128, 192, 256) if re.search(by_chunks, source) else ()
+    tokens = (12, 16, 20) if case.evaluation else (6, 8, 10)
+    lengths = tokens if by_token else (128, 192, 256) if re.search(by_chunks, source) else ()
     return lengths if case.length > max(lengths, default=case.length) else ()
 
 

@@ -21,7 +21,9 @@ if os.environ.get("PYTEST_XDIST_WORKER") and not on_gpu:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model's threads would only wait for each other
 
 
-def pytest_report_header():
+def pytest_report_header(config):
+    if config.args_source is config.ArgsSource.ARGS:
+        return None  # only some tests
     return "4 minutes on two quiet cores, 8 on busy ones; 25 with -m slow -n 4; once, DeepSpeed compiles"
 
 

@@ -350,9 +350,8 @@ def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Tra
 def short_lengths(config: PreTrainedConfig, case: Case) -> Sequence[int]:
     """Return three short lengths if the model loops over tokens and the case is longer, else ().
 
-    Recurrent layers loop over single tokens, or over chunks of 64, unless another package's
-    kernels run: this function searches the model's source for such a loop. With lengths below 12,
-    the many recurrent states would set the peak of an evaluation; a training has other peaks.
+    Recurrent layers loop over tokens, or over chunks of 64, unless another package's kernels run.
+    In an evaluation of less than 12 tokens, the many recurrent states would set the peak.
     """
     classes = [_class(part, case.task) for part in (config, config.get_text_config())]
     source = "".join(inspect.getsource(sys.modules[one.__module__]) for one in classes if isinstance(one, type))

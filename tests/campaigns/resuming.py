@@ -309,7 +309,8 @@ def _is_same(one: Any, other: Any, bound: float) -> bool:
         return one == other
     if numbers.shape != others.shape:
         return False
-    return np.allclose(numbers, others, rtol=0, atol=bound, equal_nan=True)  # an infinity is equal to itself
+    largest = np.nanmax(np.abs(others), initial=0)  # an optimizer's second moments are far below 1
+    return np.allclose(numbers, others, rtol=0, atol=bound * min(1, largest), equal_nan=True)  # inf is equal to itself
 
 
 def left() -> Left:
@@ -468,13 +469,13 @@ def _status() -> str:
 # --- Damage to what a stopped run resumes from, and to what it reads besides ----------------------
 
 PAGE = 4096
-CHECKPOINT, WHOLE, TWO = "file of a checkpoint", "whole checkpoint", "two files"
+CHECKPOINT, WHOLE, TWO, RECORD = "file of a checkpoint", "whole checkpoint", "two files", "run.json"
 INPUTS = {
     "model": "models/gpt2/model.safetensors",
     "tokenizer": "models/gpt2/tokenizer.json",
     "configuration": "models/gpt2/config.json",
     "data": "data/texts.jsonl",
-    "run.json": f"{OUTPUT}/run.json",
+    RECORD: f"{OUTPUT}/run.json",
 }
 # Answers, from the best to the worst. A run is lost if it is one of LOST.
 MENDED, TOLD, REFUSED = "same training", "told, another training", "refused"
@@ -499,7 +500,7 @@ def draw_damage(random: Random, engines: list[str], count: int) -> list[Fault]:
     places = [TWO, *INPUTS]
     while places or len(slots) < count:
         where = places.pop() if places else random.choice((CHECKPOINT, CHECKPOINT, TWO, *INPUTS))
-        both_runs_read_it = where in INPUTS and where != "run.json"
+        both_runs_read_it = where in INPUTS and where != RECORD
         slots.append((where, random.choice([kind for kind in KINDS if kind != REPLACED or not both_runs_read_it])))
     engines = random.sample(engines, len(engines))
     return [Fault(engines[n % len(engines)], *slot, random.randrange(10**6)) for n, slot in enumerate(slots)]
@@ -553,7 +554,8 @@ def files_of(fault: Fault, random: Random) -> list[Path]:
     folder = random.choice(folders)
     if fault.where == WHOLE:
         return [folder]
-    return random.sample(sorted(file for file in folder.rglob("*") if file.is_file()), 2 if fault.where == TWO else 1)
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return [random.choice(files), *([random.choice([*files, Path(INPUTS[RECORD])])] if fault.where == TWO else [])]
 
 
 def damaged(scratch: Path, fault: Fault) -> Result:
@@ -570,22 +572,27 @@ def damaged(scratch: Path, fault: Fault) -> Result:
 
 
 def judge(outcome: Outcome, fault: Fault, files: list[Path], differs: Callable[[], str]) -> tuple[str, str]:
-    """One of the answers above, and the reason. Damage to a checkpoint must be mended; what the run
-    reads besides may also be refused, or change the training if the run tells so.
+    """One of the answers above, and the reason. Damage to a checkpoint or to run.json must be
+    mended, but with another run's run.json no checkpoint is the run's own. What the run reads
+    besides may also be refused, or change the training if the run tells so.
     """
+    is_foreign = fault.kind == REPLACED and Path(INPUTS[RECORD]) in files
     named, is_input = any(is_named(file, outcome.output) for file in files), fault.where in INPUTS
+    setting = "dataset_name" if fault.where == "data" else "model_name_or_path"
     if outcome.traceback:
         return TRACEBACK, outcome.last_words()
     if outcome.code is None:
         return HANGS, outcome.last_words()
     if outcome.code != 0:
-        refused = is_input and outcome.mistake
+        about_it = named or re.search(rf"^error .*\b{setting}\b", outcome.output, re.M)
+        refused = is_input and fault.where != RECORD and outcome.mistake and about_it
         return REFUSED if refused else TRACEBACK, f"exit code {outcome.code}: {outcome.last_words()}"
-    if not is_input and resumed_from(outcome.output) is None:
+    if fault.where in (CHECKPOINT, WHOLE, TWO, RECORD) and not is_foreign and resumed_from(outcome.output) is None:
         return STARTED_OVER, outcome.last_words()
     if why := differs():
         is_best = files[0].is_relative_to(Path(OUTPUT, BEST_STEP))  # then another best model has to do
-        noted = is_input and re.search(r"^note .*(changed|differ|damaged)", outcome.output, re.M)  # banners name inputs
+        subject = "data" if fault.where == "data" else "model|tokenizer|configuration"
+        noted = is_input and re.search(rf"^note .*({subject}).*(changed|differ|damaged)", outcome.output, re.M)
         return TOLD if noted or (named and is_best) else DIFFERENT, why
     return MENDED if named or is_input else UNNAMED, ""
 
@@ -626,7 +633,8 @@ def main() -> int:
     print(", ".join(f"{number} {hit}" for hit, number in hits.most_common()))
     took = time.monotonic() - started
     print(f"{options.what}: {hits.total()} in {len(lost)} runs: {sum(lost)} lost ({took:.0f} s, seed {options.seed})")
-    return int(any(lost))
+    few = options.what == "kills" and not options.only and hits.total() < options.count
+    return int(any(lost) or few)
 
 
 def _kills(options: argparse.Namespace, scratch: Path) -> Iterator[Result]:

@@ -1,4 +1,6 @@
-"""Settings, records, notes and tables that a person has damaged: one answer with a fix, exit 2."""
+"""Settings and records that a person has damaged: one answer with a fix, exit 2. A damaged note of
+our own is ignored. Checkpoints and data have answers of their own: test_resume, test_bad_data.
+"""
 
 import json
 from pathlib import Path
@@ -6,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
+from launch.jobs.submit import submitted
+from launch.output import submission
 from launch.output.record import started
-from recipes.run import resolve
+from recipes.run import here, resolve, with_fit
 
 YAMLS = {
     "a date that does not exist": b"learning_rate: 2026-13-45\n",
@@ -68,3 +72,16 @@ def test_compare_diff_rerun_and_show_exit_with_2_and_name_a_damaged_run_json(nam
     for command in ("compare run other", "show ./other", "diff run other", "rerun other"):
         assert "other/run.json" in refused(*command.split())
     assert main(["status", "other"]) == 0
+
+
+@pytest.mark.parametrize("text", ["{", '{"target": "local"}', '{"target": "mars", "title": "a", "log": "x"}'])
+def test_a_damaged_submission_json_is_ignored(text, tmp_path):
+    (tmp_path / submission.NAME).write_text(text)
+    assert submitted(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"micro_batch": 1}', '{"micro_batch": "1", "holds_for": 3}'])
+def test_a_damaged_fit_json_is_ignored(text, tmp_path):
+    (tmp_path / "fit.json").write_text(text)
+    run = with_fit(resolve(["--output_dir", str(tmp_path)], here()))
+    assert run.setting("per_device_train_batch_size").source == "batch arithmetic"

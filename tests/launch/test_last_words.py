@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from launch.host.launcher import LAUNCHER
-from launch.host.world import require_launcher
 from launch.train import main
 from tests.launch.host.test_launcher import ACCELERATE, ONE, TORCHRUN, TWO
 from tests.support.rows import jsonl
@@ -125,4 +124,3 @@ def test_a_training_started_by_srun_without_accelerate_launch_or_torchrun_exits_
     lines = outcome.output.splitlines()
     (line,) = (line for line in lines if not line.startswith("advice") and not line.endswith(" ..."))
     assert outcome.code == 2 and "accelerate launch" in line
-    require_launcher({**environment, "SLURM_PTY_PORT": "1"})  # a shell, of which srun starts one

@@ -58,7 +58,7 @@ def test_the_merged_model_has_the_logits_of_adapter_plus_base_in_plain_transform
     assert AutoTokenizer.from_pretrained(merged)("abc") == AutoTokenizer.from_pretrained(base)("abc")
 
 
-def test_others_may_read_the_weights_of_a_run_its_checkpoints_and_its_merged_model(adapter, tmp_path, capsys):
+def test_saved_weights_have_the_file_mode_that_the_umask_gives_and_not_600(adapter, tmp_path, capsys):
     merge(capsys, adapter, "--output", tmp_path / "merged")
     weights = [*adapter.rglob("adapter_model.safetensors"), tmp_path / "merged" / "model.safetensors"]
     assert {file.stat().st_mode for file in weights} == {(adapter / "run.json").stat().st_mode} and len(weights) > 2

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 BYTES = {
     "latin-1": ("data.jsonl", '{"text": "café au lait"}\n'.encode("latin-1")),
     "UTF-16": ("data.csv", "text\none\n".encode("utf-16")),
-    "a line that is not JSON": ("data.jsonl", b'{"text": "a"}\n{"text": \n'),
     "columns that do not match": ("data.csv", b"a,b\n1,2\n1,2,3,4\n"),
     "a number": ("data.json", b"3"),
     "garbage": ("data.parquet", b"PAR1" + b"x" * 100 + b"PAR1"),

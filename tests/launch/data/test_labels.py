@@ -11,7 +11,7 @@ from pyarrow import parquet
 from launch.data.labels import MULTI, REGRESSION, SINGLE, recognised
 from launch.data.load import load_data, shown_examples
 from recipes.errors import UserError
-from tests.support.rows import jsonl, problem, run_with, texts
+from tests.support.rows import jsonl, problem, run_with
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SPLITS = {"eval_strategy": "steps", "dataset_train_split": "train[:2]", "dataset_test_split": "train[2:]"}
@@ -112,13 +112,6 @@ def test_class_names_are_taken_from_a_class_label_feature(kind, tmp_path, tokeni
     data = load_data(run_with(dataset_name=str(tmp_path / "saved"), task="sequence_classification"), tokenizer)
     assert data.labels == ["x", "y", "z"]
     assert batch_of(data) == ([1, 0] if kind is ClassLabel else [[1, 1, 0], [1, 0, 1]])
-
-
-def test_a_classifier_without_a_label_column_or_without_a_dataset_is_refused(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), task="sequence_classification")
-    assert problem(run, tokenizer).what.startswith("there is no column 'label'; ")
-    with pytest.raises(UserError, match="classification needs labelled texts"):
-        load_data(run_with(task="sequence_classification", packing=False), tokenizer)
 
 
 KNOWN = {

@@ -50,11 +50,10 @@ def test_all_files_of_a_folder_and_its_subfolders_are_read_as_one_dataset(suffix
     assert sorted(decoded(tokenizer, data.train)) == [f"text {number}<|endoftext|>" for number in range(3)]
 
 
-@pytest.mark.parametrize("name", [".", "*.csv"])
-def test_a_csv_in_which_a_comma_shifts_the_columns_is_refused(name, tmp_path, tokenizer):
+def test_a_csv_in_a_folder_in_which_a_comma_shifts_the_columns_is_refused(tmp_path, tokenizer):
     """pandas takes the first cells for an index, and reads the text from the second cells."""
     (tmp_path / "data.csv").write_text("text,label\nHello, dear,1\nBye, dear,0\n")
-    found = problem(run_with(dataset_name=str(tmp_path / name)), tokenizer)
+    found = problem(run_with(dataset_name=str(tmp_path)), tokenizer)
     assert "a comma in a text needs quotes" in found.what
 
 

@@ -96,12 +96,6 @@ def test_fit_checks_output_dir_then_tokenizes_then_probes(training, real_checkpo
         fit.fit(resolve([*training, "--fit", "--output_dir", str(tmp_path / "new" / "out")]), training, World())
 
 
-def test_a_damaged_fit_json_is_ignored(training, tmp_path):
-    for content in ("", "{", "[]", '{"micro_batch": 1}', '{"micro_batch": "1", "holds_for": 3}'):
-        (tmp_path / "fit.json").write_text(content)
-        assert micro_batch([*training, "--output_dir", str(tmp_path)]) == (2, "batch arithmetic")
-
-
 # --- What a probe's end means ---------------------------------------------------------------------
 
 _PROBE = """

@@ -12,7 +12,6 @@ import pytest
 
 from launch.cli import main
 from launch.jobs.job import last_line
-from launch.jobs.submit import submitted
 from launch.output import record, submission
 from launch.output.submission import Submission
 from tests.support.running import model_flags, read_record
@@ -70,12 +69,6 @@ def test_status_lists_the_newest_run_first(tmp_path, capsys):
     for name, day in (("old", 1), ("new", 2)):
         record.write(tmp_path / name, {"status": "finished", "started": f"2026-01-0{day}T00:00:00+0000"})
     assert str(tmp_path / "new") in status(tmp_path, capsys)
-
-
-@pytest.mark.parametrize("text", ["{", '{"target": "local"}', '{"target": "mars", "title": "a", "log": "x"}'])
-def test_a_damaged_submission_json_is_ignored(text, tmp_path):
-    (tmp_path / submission.NAME).write_text(text)
-    assert submitted(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from launch.host.world import World
 from launch.output import checkpoints, record
-from launch.output.checkpoints import inspect, listed, manifest_of, newest_valid, numbered, rotate
+from launch.output.checkpoints import inspect, listed, manifest_of, numbered, rotate
 from launch.output.other_world import AnyWorld
 
 STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -127,13 +127,10 @@ def steps(folder):
     return [int(path.name.rpartition("-")[2]) for path in numbered(folder)]
 
 
-def test_the_newest_valid_checkpoint_is_chosen_over_newer_damaged_ones(checkpoint, tmp_path):
-    for step in (9, 10):
-        shutil.copytree(checkpoint, tmp_path / f"checkpoint-{step}")
+def test_only_a_folder_whose_name_ends_in_a_step_is_a_checkpoint(checkpoint, tmp_path):
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-7").write_text("a file")
-    newest, damaged = newest_valid(tmp_path)
-    assert (newest.step, [found.step for found in damaged], steps(tmp_path)) == (4, [10, 9], [10, 9, 4])
+    assert steps(tmp_path) == [4]
 
 
 def test_a_damaged_checkpoint_is_renamed_with_all_its_files(checkpoint):

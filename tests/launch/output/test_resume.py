@@ -254,7 +254,9 @@ def test_a_resume_with_other_settings_of_a_schedule_that_follows_a_metric_is_ref
     )
 
 
-def test_a_new_hub_model_commit_is_refused_and_model_revision_is_advised(finished, asked, found, tmp_path, monkeypatch):
+def test_a_resume_after_a_new_commit_of_the_hub_model_is_refused_with_the_fix_model_revision(
+    finished, asked, found, tmp_path, monkeypatch
+):
     refs = tmp_path / "hub" / "models--org--name" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text("b" * 40)

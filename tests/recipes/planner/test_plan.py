@@ -169,7 +169,7 @@ def test_plan_replaces_a_micro_batch_that_does_not_fit_by_the_largest_at_the_sam
     assert run.batch.micro > 1 and not as_printed(twice, 4)[1].fits
 
 
-def test_liger_is_a_next_step_where_only_the_logits_do_not_fit():
+def test_plan_suggests_liger_if_only_the_logits_do_not_fit():
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     llama = LlamaConfig(**shape, vocab_size=64_000)
     plan = planned("--max_length", "2048", config=llama, gpu_memory=1.88, recipe="standard")

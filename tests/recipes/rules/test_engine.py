@@ -7,7 +7,8 @@ import pytest
 import torch
 from accelerate.commands import launch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from recipes.rules.check import problems_by_rule
@@ -198,6 +199,21 @@ def test_ddp_settings_do_not_wrap_the_model_in_one_process(tmp_path):
     trainer = train(tmp_path, ddp_bucket_cap_mb=1)
     assert type(trainer.model_wrapped) is type(trainer.model)
     assert_fires("ddp_settings_need_ddp", {"recipe": "baseline", "ddp_bucket_cap_mb": 1})
+
+
+@pytest.fixture
+def gpu_rank(monkeypatch):
+    """The only rank of a world, that accelerate believes to have a GPU. All else is real, with gloo
+    and on the CPU.
+    """
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **address}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU))
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def test_the_variable_nccl_timeout_does_not_change_the_timeout_of_the_process_group(gpu_rank, tmp_path, monkeypatch):

@@ -183,7 +183,7 @@ def test_the_library_probe_accepts_a_json_or_yaml_without_keys_that_a_run_does_n
 
 
 @pytest.mark.parametrize("cls", ["FusedAdam", "DeepSpeedCPUAdam"])
-def test_adam_defaults_of_the_library_probe_equal_deepspeeds_fused_and_cpu_adam(cls):
+def test_deepspeeds_fused_and_cpu_adam_have_the_defaults_that_check_deep_assumes(cls):
     real = inspect.signature(getattr(pytest.importorskip("deepspeed.ops.adam"), cls)).parameters
     known = inspect.signature(_optimizer_class({"type": "AdamW"})).parameters
     assert all(known[name].default == real[name].default for name in ("lr", "betas", "eps", "weight_decay"))

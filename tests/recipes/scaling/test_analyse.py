@@ -203,7 +203,7 @@ FLAGS = [f"--seed 1 --max_length {length}" for length in (64, 128)]
     ],
     ids=["strong", "weak", "apart", "two names", "two lengths", "no jobs"],
 )
-def test_timing_rows_of_the_same_training_form_one_series(rows, titles):
+def test_a_scaling_report_draws_timings_of_the_same_training_as_one_line(rows, titles):
     assert [series.title for series in analyse(rows)] == titles
 
 

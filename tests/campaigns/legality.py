@@ -519,7 +519,8 @@ def _is_no_value(name: str, case: Case) -> bool:
     """True if `name` is no setting, or if the case gives it a word that is wrong for its type."""
     known = legal.settings().get(name)
     wrong = " ".join(_VALUES["wrong"].get(kind, "") for kind in known.types).split() if known else []
-    words = [word for one in case.changes if one.name == name for word in one.value]
+    values = [one.value for one in case.changes if one.name == name]
+    words = [word for value in values for word in (value if isinstance(value, list) else [value])]
     return known is None or any(str(word) in wrong or (known.choices and word not in known.choices) for word in words)
 
 

@@ -1,9 +1,7 @@
 """Rules about the engine, its Accelerate YAML, DeepSpeed JSON or `fsdp_config`, and DDP's settings.
 
 These rules find settings with which a run silently trains something else, settings that depend on
-the GPU, and runs that hang or fail after minutes. `probe.py` reports settings that the libraries
-refuse at once. It also compares the arguments with a DeepSpeed JSON, and with DeepSpeed's
-defaults for keys that the JSON leaves out.
+the GPU, and runs that hang or fail after minutes. `probe.py` compares arguments and DeepSpeed JSON.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -146,8 +144,7 @@ def _uses_ddp(run: RunSpec) -> bool:
     return run.engine.kind == "ddp" or run.engine.kind.startswith("multi_") or run.world_size > 1
 
 
-_OF_DDP = "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
-_OF_DDP += " gradient_as_bucket_view"
+_OF_DDP = "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph gradient_as_bucket_view"
 
 
 @rule
@@ -429,6 +426,11 @@ def _offloads_gradients(run: RunSpec) -> bool:
 
 
 ROWS = (
+    error_row("a_launch_starts_processes", "num_processes",
+              lambda run: run.engine.kind != "single" and not run.engine.num_processes
+              and run.engine.raw.get("num_processes") is not None,
+              "is not a whole number from 1 up", "write the number of GPUs, counted over all machines",
+              "torch's launcher starts nothing and ends in a bare `AssertionError`."),
     error_row("several_processes_on_a_cpu_need_use_cpu", "use_cpu",
               lambda run: run.world_size > 1 and not run.hardware.cuda and not run["use_cpu"],
               lambda run: f"is off without a GPU: {run.world_size} processes would train separate models", "--use_cpu",

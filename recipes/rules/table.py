@@ -287,7 +287,6 @@ _ERRORS = (
               lambda run: run.explicit("torch_compile") and not run["torch_compile"],
               "turns torch_compile on, although --torch_compile is false", "leave out the backend and the mode",
               "A backend or a mode compiles the model even with `torch_compile false`."),
-
     error_row("checkpointing_settings_are_a_mapping", "gradient_checkpointing_kwargs",
               lambda run: run["gradient_checkpointing"] and isinstance(run["gradient_checkpointing_kwargs"], str),
               "'{gradient_checkpointing_kwargs}' is not a JSON object, and a file is not accepted here",
@@ -325,7 +324,6 @@ _ERRORS = (
               "needs evaluations, and a metric to compare them",
               lambda run: f"{_evaluations(run)} " * (run["eval_strategy"] == "no") + "--load_best_model_at_end",
               "The start fails: `EarlyStoppingCallback requires IntervalStrategy of steps or epoch` (or a metric)."),
-
     error_row("the_mode_fits_the_metric", "lr_scheduler_kwargs",
               lambda run: run["lr_scheduler_type"] in BY_METRIC
               and _mode(run) not in (None, mapping(run["lr_scheduler_kwargs"]).get("mode", "min")),

@@ -1,11 +1,11 @@
 """RecipeTrainer: what reaches DDP, what is counted, and that it does not wait for the device."""
 
-import types
 from functools import partial
 
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType
+from safetensors.torch import save_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from launch.data.load import load_data
@@ -167,9 +167,9 @@ def test_a_regression_label_of_minus_100_is_counted_unlike_in_plain_trainer(trai
     assert trainer._get_num_items_in_batch([batch], torch.device("cpu")) == 2
 
 
-def test_a_checkpoint_that_lacks_weights_is_an_error_unlike_in_plain_trainer(trainer):
-    loaded = types.SimpleNamespace(missing_keys=["weight"], unexpected_keys=[])
+def test_a_checkpoint_that_lacks_weights_is_an_error_unlike_in_plain_trainer(trainer, tmp_path):
     trainer.model._keys_to_ignore_on_save = None
-    Trainer._issue_warnings_after_load(trainer, loaded)
-    with pytest.raises(ValueError, match="lacks 1 weights of the model"):
-        trainer._issue_warnings_after_load(loaded)
+    save_file({"bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    Trainer(model=trainer.model, args=trainer.args)._load_from_checkpoint(str(tmp_path))
+    with pytest.raises(ValueError, match="lacks 1 weights of the model, such as weight"):
+        trainer._load_from_checkpoint(str(tmp_path))

@@ -135,17 +135,15 @@ def test_recent_torch_on_a_v100_has_to_be_built_for_cuda_12_6(torch, severity, m
     assert [problem.severity for problem in found] == ([severity] if severity else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["sgd", "adamw_bnb_8bit"])
-def test_optimizer_offload_silently_replaces_the_optimizer_by_deepspeed_cpu_adam(optim, monkeypatch):
-    """Accelerate's own decision; only the class that would be compiled from C++ is a stand-in."""
-    adam = pytest.importorskip("deepspeed.ops.adam")
-    monkeypatch.setattr(adam, "DeepSpeedCPUAdam", lambda groups, **options: "DeepSpeedCPUAdam")
+def test_optimizer_offload_silently_replaces_the_optimizer_by_deepspeed_cpu_adam(optim):
     weight = [torch.nn.Parameter(torch.ones(1))]
     if optim == "sgd":
         chosen = torch.optim.SGD(weight, lr=0.1)
     else:
         chosen = pytest.importorskip("bitsandbytes").optim.AdamW(weight, lr=0.1, optim_bits=8)
-    assert map_pytorch_optim_to_deepspeed(chosen) == "DeepSpeedCPUAdam"
+    assert type(map_pytorch_optim_to_deepspeed(chosen)).__name__ == "DeepSpeedCPUAdam"
     assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": optim})
 
 

@@ -207,5 +207,10 @@ def test_a_scaling_report_draws_timings_of_the_same_training_as_one_line(rows, t
     assert [series.title for series in analyse(rows)] == titles
 
 
+def test_a_report_on_a_single_world_size_says_that_it_has_no_speedup():
+    assert "the only world size" in words_of([Timing(4, 12.5)])
+    assert "the only world size" not in words_of([Timing(1, 40), Timing(4, 12.5)])
+
+
 def test_a_run_that_applies_the_reports_advice_is_left_out_of_the_scaling_series():
     assert last([Timing(1, 100), Timing(2, 50), Timing(2, 10, applied="before")]).repeats == 1

@@ -40,12 +40,12 @@ BUDGETS = {
     "recipes": 758,
     "recipes/legal": 482,
     "recipes/run": 1832,
-    "recipes/rules": 2468,
+    "recipes/rules": 2473,
     "recipes/planner": 2968,
     "recipes/scaling": 1119,
     "launch": 547,
-    "launch/commands": 1251,
-    "launch/data": 2080,
+    "launch/commands": 1254,
+    "launch/data": 2090,
     "launch/doctor": 1269,
     "launch/explain": 399,
     "launch/fit": 254,
@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/jobs": 1333,
     "launch/output": 1417,
     "launch/scaling": 882,
-    "launch/training": 2238,
+    "launch/training": 2251,
 }
 
 

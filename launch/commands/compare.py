@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.flags import Commands
-from launch.output.record import FIELDS, MATERIAL, NO_DIFFERENCE
+from launch.output.record import FIELDS, MATERIAL, NO_DIFFERENCE, several
 from launch.terminal import duration, memory_size, plural, print_table, schedule, value_text
 from recipes.catalog import RECIPES
 from recipes.errors import mistake, raise_errors
@@ -160,7 +160,8 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         world = plural(record.get("world_size") or 1, "process")
         heading = f"{record.get('recipe')}, {_status(record)}\n"
         heading += f"{record.get('engine')}, {world}, started {record.get('started')}\n"
-        with contextlib.suppress(LookupError, TypeError, ValueError):  # of a record that is old, or was edited
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # an old or edited record
+            heading += f"{changes}\n" if (changes := several(record)) else ""
             course = schedule({name: entry["value"] for name, entry in record["settings"].items()})
             heading += f"schedule: {course}\n"
     else:

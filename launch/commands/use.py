@@ -111,7 +111,9 @@ def generate(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder = Path(options.folder)
     run, record = _run_of(folder, [], {**_OFF, "eval_strategy": "no"}, "nobody")
     if run["task"] != "causal_lm":
-        fix = f"recipes evaluate {folder}; or transformers.pipeline('text-classification', '{folder}') to classify text"
+        whole = folder / "merged" if run["use_peft"] else folder
+        first = f"recipes merge {folder}, then " * run["use_peft"]
+        fix = f"{first}transformers.pipeline('text-classification', '{whole}'), in Python"
         raise mistake("FOLDER", f"{folder} holds a classifier, which generates no text", fix)
     prepare_process(run)
     import torch
@@ -230,7 +232,7 @@ def merge(options: argparse.Namespace, argv: Sequence[str]) -> int:
     saved = (folder / "tokenizer_config.json").is_file()  # train.py saves the tokenizer here
     tokenizer = AutoTokenizer.from_pretrained(folder) if saved else load_tokenizer(run)
     dtype = str(read_config(run).dtype or "float32").removeprefix("torch.")
-    run, _ = _run_of(folder, [], {**changed, "dtype": dtype}, "nobody")
+    run = run.given_too(dtype=dtype)
     model = _model(run, folder, tokenizer, record.get("classes"), run["problem_type"])
     eos = tokenizer.eos_token_id or 0
     before, merged = _logits(model, eos), model.merge_and_unload()

@@ -33,10 +33,11 @@ _MESSAGES = 'write a list of {"role": ..., "content": ...} in every row'
 
 @dataclass
 class Chat:
-    """A chat rendered by its template, and the characters to learn (None for all of them)."""
+    """A chat rendered by its template."""
 
     text: str
-    learned: Spans | None
+    learned: Spans | None  # the characters to learn; None for all of them
+    empty: int  # number of empty answers
 
 
 def read_chat(
@@ -66,7 +67,8 @@ def read_chat(
     elif assistant_only:
         answered = [one and message["role"] == "assistant" for one, message in zip(teaches, chat, strict=True)]
         learned = template.answers(answered)
-    return _ended(Chat(template.text, learned), chat[-1], teaches[-1], tokenizer.eos_token or "")
+    empty = sum(message.get("weight") != 0 and not _teaches(message) for message in answers)
+    return _ended(Chat(template.text, learned, empty), chat[-1], teaches[-1], tokenizer.eos_token or "")
 
 
 def _ended(chat: Chat, last: dict[str, Any], is_learned: bool, eos: str) -> Chat:
@@ -77,7 +79,7 @@ def _ended(chat: Chat, last: dict[str, Any], is_learned: bool, eos: str) -> Chat
     if not content or not chat.text.rstrip().endswith(content):
         return chat
     end = [(len(chat.text), len(chat.text) + len(eos))] if is_learned and chat.learned else []
-    return Chat(chat.text + eos, None if chat.learned is None else [*chat.learned, *end])
+    return Chat(chat.text + eos, None if chat.learned is None else [*chat.learned, *end], chat.empty)
 
 
 # --- Messages of any format ----------------------------------------------------------------------
@@ -110,7 +112,7 @@ def _message(turn: dict[str, Any], tokenizer) -> dict[str, Any]:
     role = ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
     if role is None or (role not in ROLES.values() and role not in str(tokenizer.chat_template)):
         what = f"has a message with the role {speaker!r}, which is unknown: {_short(turn)}"
-        raise mistake("dataset_name", what, "use one of " + ", ".join(ROLES))
+        raise mistake("dataset_name", what, "use user, assistant, system or tool")
     message["role"] = role
     if speaker == "function_call":
         message |= {"content": "", "tool_calls": message.get("content")}

@@ -17,7 +17,9 @@ from recipes.errors import UserError, mistake, one_line
 from recipes.run import Settings
 
 IGNORED = -100  # the label that cross-entropy skips
-Tokens = tuple[list[int], list[int]]  # a row's input_ids and labels; if both are one object, all tokens are learned
+# A row's input_ids and labels; if both are one object, all tokens are learned. A chat adds the
+# number of its empty answers.
+Tokens = tuple[list[int], list[int]] | tuple[list[int], list[int], int]
 
 _BESIDE = ("input", "history", "system", "tools", "labels", "attention_mask")
 
@@ -61,7 +63,7 @@ def encode_rows(
         for place, pair in zip(places, encode([found[place] for place in places], run, tokenizer), strict=True):
             tokens[place] = pair
     checked = tokens if embeddings < len(tokenizer) else []
-    largest = max([tokenizer.pad_token_id or 0, *(max(ids, default=0) for ids, _ in checked)])
+    largest = max([tokenizer.pad_token_id or 0, *(max(one[0], default=0) for one in checked)])
     if largest >= embeddings:
         what = f"the data needs the token {tokenizer.decode(largest)}, but the model has only {embeddings:,} embeddings"
         fix = "call model.resize_token_embeddings(len(tokenizer)), and save model and tokenizer into a new folder"
@@ -159,7 +161,7 @@ def _encode_chats(chats: Sequence[Chat], run: Settings, tokenizer) -> list[Token
             starts, ends = np.array(encoded["offset_mapping"][number]).reshape(-1, 2).T
             holds = [(starts < stop) & (ends > begin) for begin, stop in chat.learned]
             labels = np.where(np.any([np.zeros(len(ids), bool), *holds], axis=0), ids, IGNORED).tolist()
-        found.append((ids, labels))
+        found.append((ids, labels, chat.empty))
     return found
 
 

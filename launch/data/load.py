@@ -18,9 +18,10 @@ from launch.data.streams import Stream, open_part
 from launch.data.tokens import hashes_of, lengths_of, numbers_of, of_parts, tokenized
 from launch.host.world import World
 from recipes.errors import UserError, mistake, plural
-from recipes.mixture import files_of, parts_of_run, title
+from recipes.mixture import parts_of_run, paths_of, title
 from recipes.rules.data_and_model import file_kind, nothing_to_evaluate_on
 from recipes.run import RunSpec, Settings
+from recipes.run.files import files_in
 
 Rows = Cut | Packs | Joined
 
@@ -76,7 +77,8 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
         words = str(train)
     else:
         train, words = _rows(run, tokenizer, sources, "dataset_train_split", target, weights)
-    is_text = any(file_kind(file) == "text" for part in parts_of_run(run) for file in files_of(part.name))
+    files = [file for part in parts_of_run(run) for path in paths_of(part.name) for file in (path, *files_in(path))]
+    is_text = any(file_kind(file) == "text" for file in files)
     text = f"{title(run['dataset_name']) or 'stdlib source'}, {'each line an example, ' * is_text}{words}"
     evaluation = None
     if held_out := [one.eval for one in tokens if one.eval is not None]:
@@ -110,6 +112,7 @@ def _rows(
 ) -> tuple[Rows, str]:
     """Return the rows to train or evaluate on, and their description."""
     rows: Rows
+    words = ""
     if target:
         rows, learns = labelled(run, tokens[0], target, flag), [lengths_of(tokens[0]) > 0]
     else:
@@ -126,10 +129,11 @@ def _rows(
             total, length = lengths_of(together).sum(), run["max_length"]
             what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
             raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
-    if not (left_out := sum(int((~one).sum()) for one in learns)):
-        return rows, str(rows)
-    first = f" (first: row {learns[0].argmin() + 1:,})" if len(learns) == 1 else ""
-    return rows, f"{rows}, {plural(left_out, 'row')} left out{first}: the text or answer is missing, empty or cut off"
+    if left_out := sum(int((~one).sum()) for one in learns):
+        first = f" (first: row {learns[0].argmin() + 1:,})" if len(learns) == 1 else ""
+        words = f", {plural(left_out, 'row')} left out{first}: the text or answer is missing, empty or cut off"
+    empty = sum(int(numbers_of(part, "empty_answers").sum()) for part in tokens)
+    return rows, f"{rows}{words}" + f", {plural(empty, 'empty answer')} not learned" * bool(empty)
 
 
 # --- Examples as a person reads them --------------------------------------------------------------

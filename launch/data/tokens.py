@@ -56,6 +56,7 @@ _INDEX = "index.json"
 # four bytes. `first_learned` is the index of the first learned token after the row's first token.
 _NUMBER = Value("int32")
 TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("bool")), first_learned=_NUMBER)
+TOKENS["empty_answers"] = _NUMBER  # of a chat, which does not learn them
 
 
 # --- What a file holds ---------------------------------------------------------------------------
@@ -63,11 +64,11 @@ TOKENS = Features(input_ids=List(_NUMBER), length=_NUMBER, learned=List(Value("b
 
 def token_table(rows: Sequence[Tokens]) -> pa.Table:
     """Return encoded rows as an Arrow table with the columns that the cache stores."""
-    ids = pa.array([own for own, _ in rows], pa.list_(pa.int32()))
+    ids = pa.array([row[0] for row in rows], pa.list_(pa.int32()))
     offsets = ids.offsets.to_numpy()
     starts, ends = offsets[:-1], offsets[1:]
     learned = np.ones(offsets[-1], bool)
-    for (own, labels), start, end in zip(rows, starts, ends, strict=True):
+    for (own, labels, *_), start, end in zip(rows, starts, ends, strict=True):
         if labels is not own:
             learned[start:end] = np.array(labels) != IGNORED
     # No token predicts the first token of a row, so `first_learned` skips it.
@@ -78,6 +79,7 @@ def token_table(rows: Sequence[Tokens]) -> pa.Table:
         ids.value_lengths(),
         pa.ListArray.from_arrays(ids.offsets, pa.array(learned)),
         pa.array(np.where(first < ends, first - starts, NOTHING).astype(np.int32)),
+        pa.array([sum(row[2:]) for row in rows], pa.int32()),
     ]
     return pa.Table.from_arrays(columns, schema=TOKENS.arrow_schema)
 

@@ -5,6 +5,7 @@ This module imports nothing heavy, so that `train.py --help` answers at once.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import textwrap
@@ -110,15 +111,21 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
         print_problems([advice("num_processes", what, fix)], out)
 
 
+_SHOWN_APART = ("recipe", "config", "output_dir")
+
+
 def _changed(run: RunSpec) -> Iterable[str]:
-    """Yield a line for each setting that the user wrote, or that the model or data changed."""
-    for name, setting in sorted({**run.limits, **run.given}.items()):
-        if name not in ("recipe", "config", "output_dir"):
-            value = shown(name, setting.value)
+    """Yield a line for each setting that the user wrote, or that the model or data changed. A line
+    with their source stands before the settings of each source.
+    """
+    changed = {name: setting for name, setting in ({**run.limits, **run.given}).items() if name not in _SHOWN_APART}
+    for source in sorted({setting.source for setting in changed.values()}):
+        yield f"{source}:"
+        for name in sorted(name for name in changed if changed[name].source == source):
+            value = shown(name, changed[name].value)
             if isinstance(value, float) and value.is_integer():
                 value = int(value)  # `--save_steps 2` is read as 2.0
-            why = f": {setting.reason}" if name in run.limits else ""
-            yield f"{name} = {value} ({setting.source}{why})"
+            yield f"  {name} = {value}" + (f": {changed[name].reason}" if name in run.limits else "")
 
 
 def batch(run: RunSpec) -> str:
@@ -170,7 +177,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
     with only_noted(world):
         out.print()
         lines = dict(_summary(results, run, trainer)) | timings | {"written to": run["output_dir"]}
-        out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
+        out.print(_table({**lines, "next": "\n".join(_next_commands(results, run))}))
         if world.is_main:
             trainer.complete_card()
         if world.is_main and run["push_to_hub"]:
@@ -194,10 +201,8 @@ def _summary(results: Json, run: RunSpec, trainer: RecipeTrainer) -> Iterable[tu
     words += f", {trained:,} of them since the resume" if trained < steps else ""
     yield "steps", f"{steps:,}{words}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
-        first, last = results["first_loss"], results["final_loss"]
-        rose = last > 1.2 * first  # the batches of a good training differ by less
-        diverged = ": it has risen. Start again with --fresh, and a lower --learning_rate" * rose
-        yield "loss", f"{first:.3f} at the start, {last:.3f} at the end{diverged}"
+        risen = ": it has risen" * _has_risen(results)
+        yield "loss", f"{results['first_loss']:.3f} at the start, {results['final_loss']:.3f} at the end{risen}"
     if run["load_best_model_at_end"]:
         yield "model", _which_model(results, run)
     metrics = dict.fromkeys(metric for names in METRICS.values() for metric in names)
@@ -214,8 +219,16 @@ def _summary(results: Json, run: RunSpec, trainer: RecipeTrainer) -> Iterable[tu
     yield "peak memory", f"{memory_size(results['peak_memory_bytes'])} {results['peak_memory_of']}"
 
 
-def _next_commands(run: RunSpec) -> Iterable[str]:
+def _has_risen(results: Json) -> bool:
+    """True if the training diverged. The batches of a good training differ by less than 20 %."""
+    return (results.get("final_loss") or 0) > 1.2 * (results.get("first_loss") or math.inf)
+
+
+def _next_commands(results: Json, run: RunSpec) -> Iterable[str]:
     """Yield the commands that a user may want to run once the model is trained."""
+    if _has_risen(results):
+        yield "start again with --fresh, and a lower --learning_rate"
+        return
     folder = shlex.quote(run["output_dir"])
     if run["task"] == "causal_lm":
         yield f'recipes generate {folder} "PROMPT"'

@@ -182,7 +182,7 @@ def the_model_is_a_folder(run):
     parent = expanded(name).parent
     near = nearest(expanded(name).name, [path.name for path in parent.glob("*")])
     fix = f"use {parent / near}" if near else "name an existing folder, or a Hub id"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         yield Problem("model_name_or_path", f"there is no folder {name}", fix)
     elif near and "/" in name:  # a misspelt `outputs/base`, or a Hub id whose owner is also a folder here
         yield advice("model_name_or_path", f"there is no folder {name} here, so the name is used as a Hub id", fix)

@@ -382,6 +382,11 @@ _ADVICE = (
                "{dtype} weights round small updates away", "--dtype float32 with --bf16, which computes in 16 bits",
                "AdamW's updates are mostly smaller than the last bit of a 16-bit weight."),
 
+    advice_row("frozen_weights_need_16_bits", "dtype",
+               lambda run: run["use_peft"] and run.explicit("dtype") and run["dtype"] == "float32" and run["bf16"]
+               and run.hardware.cuda and not (run["load_in_4bit"] or uses_deepspeed(run) or uses_fsdp(run)),
+               "float32 makes the frozen weights twice as large as needed: this run computes in bf16",
+               "leave it out, or --dtype bfloat16", "LoRA trains no frozen weight, so no small update is lost."),
     advice_row("a_resume_repeats_the_shuffle", "accelerator_config",
                lambda run: accelerator_config(run).get("use_seedable_sampler", True) is False,
                "use_seedable_sampler false: a resume within an epoch repeats some examples and skips others",
@@ -435,12 +440,12 @@ _OF_TRAIN_PY = (
     error_row("only_the_demonstration_has_no_data", "dataset_name",
               lambda run: not run["dataset_name"] and run.place.by_train_py
               and (run["dataset_name"] == "" or run["model_name_or_path"] or run["task"] != "causal_lm"),
-              "is missing: the texts of train.py's demonstration are only for the demonstration's own model",
+              "is missing: a model of your own needs data of your own",
               "--dataset_name FILE_OR_HUB_ID", "The run would succeed, and make the model worse."),
     error_row("only_the_demonstration_has_no_model", "model_name_or_path",
               lambda run: not run["model_name_or_path"] and run.place.by_train_py
               and (run["model_name_or_path"] == "" or run["dataset_name"]),  # "$MODEL" of an unset variable
-              "is missing: the small decoder of train.py's demonstration is not for data of your own",
+              "is missing: data of your own need a model of your own",
               "--model_name_or_path FOLDER_OR_HUB_ID", "The run would succeed, and train a toy model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
               lambda run: run["task"] != "causal_lm" and parts_of_run(run)[1:],

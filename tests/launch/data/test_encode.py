@@ -267,6 +267,12 @@ def test_rows_without_an_answer_or_text_are_left_out_and_counted(name, chosen, t
     assert "300 rows left out (first: row 1): the text or answer is missing" in data.description
 
 
+def test_empty_answers_between_others_are_counted_and_not_learned(tmp_path, tokenizer):
+    chat = [{"role": "assistant", "content": " "}, *CHAT, {"role": "assistant", "content": "", "weight": 0}]
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}, {"messages": CHAT}] * 3)), tokenizer)
+    assert data.description.endswith(", 3 empty answers not learned")
+
+
 # --- Texts, prompts and completions ---------------------------------------------------------------
 
 ALPACA = {"instruction": "Translate to French.", "input": "Good morning", "output": "Bonjour"}

@@ -226,6 +226,7 @@ def test_rerun_exact_refuses_a_run_that_was_resumed_with_other_process_counts(re
     assert resumed in " ".join(capsys.readouterr().err.split())
     assert main(["rerun", "run.json", "--dry_run", "--exact"]) == 2
     assert "leave out --exact" in capsys.readouterr().err
+    assert main(["show", "run.json"]) == 0 and "processes: 2, then 1" in capsys.readouterr().out
 
 
 # --- The fields -----------------------------------------------------------------------------------

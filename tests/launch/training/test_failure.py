@@ -26,7 +26,8 @@ def test_an_error_in_writing_the_summary_or_timings_leaves_a_run_finished(monkey
 def test_a_training_whose_loss_has_risen_is_told_to_use_a_lower_learning_rate(tiny_model, texts, tmp_path):
     for rate, rises in (("1e-3", False), ("1", True)):
         outcome = train_here(tiny_model, texts, tmp_path / rate, "--max_steps", "4", "--learning_rate", rate)
-        assert outcome.code == 0 and ("it has risen. Start again with --fresh" in outcome.output) == rises
+        assert outcome.code == 0 and ("at the end: it has risen" in outcome.output) == rises
+        assert ("recipes generate" in outcome.output, "a lower --learning_rate" in outcome.output) == (not rises, rises)
 
 
 def test_an_error_about_max_length_names_the_models_limit_as_the_source_of_the_value(tiny_model, tmp_path, capsys):

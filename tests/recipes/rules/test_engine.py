@@ -54,7 +54,8 @@ def on_gpus(argv: str = "", **run) -> Run:
 CASES = {
     "several_processes_on_a_cpu_need_use_cpu": (Run("--use_cpu false", world=2), Run("--use_cpu true", world=2)),
     "a_launch_starts_processes": (
-        Run(yaml=yaml("MULTI_GPU").replace("num_processes: 1", "num_processes: 0")), Run(yaml=yaml("MULTI_GPU"))),
+        Run(yaml=yaml("MULTI_GPU").replace("num_processes: 1", "num_processes: 0"), world=None),
+        Run(yaml=yaml("MULTI_GPU"), world=None)),
     "single_engine_starts_one_process": (Run(yaml=yaml("'NO'"), world=2), Run(yaml=yaml("MULTI_GPU"), world=2)),
     "each_process_has_a_gpu": (on_gpus(world=4), on_gpus(world=4, yaml=yaml("MULTI_GPU", "num_machines: 2"))),
     "machines_share_the_processes": (

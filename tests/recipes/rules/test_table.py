@@ -70,6 +70,9 @@ CASES |= {
         Run('--accelerator_config {"use_seedable_sampler":false}'),
         Run('--accelerator_config {"use_seedable_sampler":true}')),
     "bf16_needs_sm80": (Run("--bf16", hardware=machine(T4)), Run("--bf16 --use_cpu", hardware=machine(T4))),
+    "frozen_weights_need_16_bits": (
+        Run("--use_peft --dtype float32 --model_name_or_path gpt2", hardware=machine(A100)),
+        Run("--use_peft --model_name_or_path gpt2", hardware=machine(A100))),
     "tf32_needs_sm80": (Run("--tf32 true", hardware=machine(T4)), Run("--tf32 true", hardware=machine(A100))),
     "fp16_needs_a_gpu": (Run("--fp16"), Run("--fp16", hardware=machine(T4))),
     "fp16_weights_cannot_be_unscaled": (

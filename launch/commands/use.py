@@ -85,8 +85,11 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     if not run["dataset_test_split"] and record["settings"]["eval_strategy"]["value"] == "no":
         what = "the run has no held-out data to evaluate on"
         raise mistake("dataset_name", what, "add --dataset_name FILE_OR_ID: other data with the same columns")
-    if not other and fingerprints.differ(record.get("data"), fingerprints.of_data(run["dataset_name"])):
+    trained, found = record.get("data"), fingerprints.of_data(run["dataset_name"])
+    if not other and fingerprints.differ(trained, found):
         print_note(f"{name} has changed since the run", console(stderr=True))
+    if trained and trained == found:  # the description of these splits counts evaluated rows that the run trained on
+        run = run.given_too(dataset_train_split=record["settings"]["dataset_train_split"]["value"])
     require_legal(run)
     prepare_process(run)
     from launch.data.load import load_data
@@ -100,7 +103,8 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     if classes and unknown:
         what = f"the column holds {', '.join(unknown[:5])}, but the model knows only {', '.join(classes)}"
         raise mistake("dataset_label_field", what, "use the model's class names in this column")
-    print(f"{name}, split {run['dataset_test_split'] or 'test or validation'}: {data.eval}")
+    words = data.description.partition("\nevaluation: ")[2] if trained and trained == found else data.eval
+    print(f"{name}, split {run['dataset_test_split'] or 'test or validation'}: {words}")
     with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data.labels, data.problem_type)
         return build_trainer(run, args, model, tokenizer, data, console(is_main=False)).evaluate()

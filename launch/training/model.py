@@ -232,8 +232,8 @@ def _loading(run: Settings, what: str) -> Iterator[None]:
             flag, fix = "attn_implementation", "leave --attn_implementation out: the default is the best available"
         elif existing_path(name) is None:
             fix = "use a local folder; for the Hub, check the spelling, the network and `hf auth login`"
-        cannot = f"{name or 'the demonstration'} cannot be loaded as a {what}: {one_line(error)}"
-        raise mistake(flag, cannot, fix) from None
+        said = "huggingface.co cannot be reached" if "couldn't connect" in str(error) else one_line(error)
+        raise mistake(flag, f"{name or 'the demonstration'} cannot be loaded as a {what}: {said}", fix) from None
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:

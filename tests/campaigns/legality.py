@@ -396,7 +396,7 @@ LATE = [
     (r"problem_type", r".*(holds one label a row|holds other values)", "check reads columns, no rows"),
     (r"(completion|assistant)_only_loss", r"(row \d+: the row has no|.*\bhas text)", "check reads columns, no rows"),
     (r"lora_target_modules", r"the model has no module", "only the built model has modules"),
-    (r"model_name_or_path", r"models/nowhere .*: We couldn't connect", "only the Hub knows its models"),
+    (r"model_name_or_path", r"models/nowhere .*: huggingface.co cannot be reached", "only the Hub knows its models"),
     (r"max_length", r"the data of", "depends on the length of the data"),
     (r"TrainingArguments|ddp_backend", r"Your assigned backend mpi", "only torch knows whether it was built with it"),
     (r"packing", r".* see each other", "found by a forward pass of a small model"),

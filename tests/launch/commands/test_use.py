@@ -56,6 +56,15 @@ def test_recipes_evaluate_uses_all_of_another_dataset_unless_a_test_split_is_giv
     assert whole == pytest.approx(named, abs=1e-4)
 
 
+def test_recipes_evaluate_counts_evaluated_rows_that_the_run_trained_on(adapter, texts, tmp_path, capsys):
+    copy = shutil.copy(texts, tmp_path / "copy.jsonl")
+    said = answered(capsys, "evaluate", adapter, "--dataset_name", copy)[1]
+    assert "of the rows are also trained on" in said
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"text": "something else"}\n')
+    assert "also trained on" not in answered(capsys, "evaluate", adapter, "--dataset_name", few)[1]
+
+
 def test_recipes_evaluate_uses_the_datas_own_test_split_if_the_run_did(tiny_model, texts, tmp_path, capsys):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(texts.read_text())

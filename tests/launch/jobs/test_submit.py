@@ -113,6 +113,12 @@ def test_a_job_launches_the_recipe_that_a_config_file_names(tmp_path, capsys):
     assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
 
 
+def test_the_advice_on_a_dry_run_stands_on_stderr_and_the_script_alone_on_stdout(capsys):
+    assert main(["submit", "local", "--dry_run", "--", "--lora_r", "4"]) == 0
+    script, said = capsys.readouterr()
+    assert "is ignored without use_peft" in said and "advice" not in script
+
+
 def test_submit_slurm_says_that_there_is_no_sbatch(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(["submit", "slurm"]) == 2

@@ -1,9 +1,13 @@
-"""The precision that the banner announces is the one that trains."""
+"""The batch and the precision that the banner announces are those that train."""
 
 import pytest
 
-from launch.training.banner import precision
-from tests.support.runs import H100, Run, fsdp, machine, yaml
+from launch.training.banner import batch, precision
+from tests.support.runs import H100, Run, fsdp, machine, resolved, yaml
+
+
+def test_the_batch_line_names_micro_batch_accumulation_processes_and_global_batch():
+    assert batch(resolved("--global_batch_size 8")) == "micro 4 x accumulation 2 x world 1 = global 8"
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def _print_answers(plan: Plan) -> None:
     whole = [entry for entry in plan.recipes if entry.run.engine.offload_optimizer == "none"]
     if whole and not any(entry.fits for entry in whole):
         least = min(whole, key=lambda entry: entry.total_bytes)
-        print(f"without offload nothing fits: even {least.name} needs {_gib(least.total_bytes)} GiB")
+        print(f"no recipe fits without offload: even {least.name} needs {_gib(least.total_bytes)} GiB")
     answers = [(best.time.total, f"take {best.name}, {_why(plan)}", best, plan.command)]
     for step in plan.next_steps:
         adapters = "train adapters, " if step.planned.run["use_peft"] and plan.trained == plan.parameters else ""

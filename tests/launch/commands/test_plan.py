@@ -91,7 +91,7 @@ def test_plan_prints_next_steps_if_no_recipe_fits(said, tmp_path):
 
 
 def test_plan_says_if_only_offload_fits_or_if_only_host_memory_is_too_small(said):
-    assert "without offload nothing fits: even fast needs " in said("large", "--gpu_memory 2.5 --max_length 128")
+    assert "no recipe fits without offload: even fast needs " in said("large", "--gpu_memory 2.5 --max_length 128")
     printed = said("large", "--gpu_memory 3 --max_length 128 --host_memory 0.5 --recipe memory_zero3")
     assert "only the RAM of each node is too small: " in printed
     argv = "--gpu_memory 2.53 --max_length 128 --host_memory 0.3 --recipe standard --num_processes 8"

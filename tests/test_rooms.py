@@ -39,7 +39,7 @@ MOST_LINES = 800  # of a file, which is one concept
 BUDGETS = {
     "recipes": 758,
     "recipes/legal": 482,
-    "recipes/run": 1832,
+    "recipes/run": 1828,
     "recipes/rules": 2473,
     "recipes/planner": 2968,
     "recipes/scaling": 1119,

@@ -54,11 +54,7 @@ def read(path: str | Path, subject: str) -> Json:
         beside = {found.parent.name: str(found.parent) for found in Path(path).parent.glob(f"*/{NAME}")}
         fix = f"one of {inner}" if inner else beside.get(nearest(Path(path).name, beside), _RUN)
         if not file_of(path).is_file():
-            fault = (
-                f"{path} is no folder of a run: it has no {NAME}"
-                if Path(path).is_dir()
-                else f"there is no folder {path}"
-            )
+            fault = f"the folder {path} has no {NAME}" if Path(path).is_dir() else f"there is no folder {path}"
         raise mistake(subject, fault or f"{file_of(path)} is not the record of a run", fix)
     return content
 

@@ -14,7 +14,7 @@ MODEL = "--model_name_or_path somebody/model"
 MISTAKES = {
     "show fast --num_processes 3": "15 or 18",
     "show outputs/none": "there is no folder outputs/none",
-    "show .": "is no folder of a run: it has no run.json",
+    "show .": "the folder . has no run.json",
     "show nothing": "there is no recipe",
     "check --gpu T4 --bf16": "only emulated on compute capability 7.5",
     "check --gpu H1000": "H100 SXM",

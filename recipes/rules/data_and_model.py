@@ -48,9 +48,9 @@ FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "par
 COMPRESSED = (".gz", ".zst")  # not for Parquet, which is compressed inside
 _SPLIT_FILES = "use a folder with a file for each split, such as train.jsonl and test.jsonl"
 
-
 # A part of a split as `datasets` reads it (arrow_reader._SUB_SPEC_RE).
-_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\))?")
+_BOUND = r"(-?(100|\d?\d)%|-?[\d_]+)?"
+_SPLIT = re.compile(rf"\w+(\.\w+)*(\[{_BOUND}:{_BOUND}\])?(\([^)]*\))?")
 
 
 def file_kind(path: PurePath) -> str | None:

@@ -98,6 +98,7 @@ ALSO_FIRES = [
     ("the_splits_can_be_read", CASES["the_splits_can_be_read"][0], "'train[90%:]' --dataset_train_split 'train[:90%]'"),
     ("the_splits_can_be_read", data("d.jsonl --dataset_train_split validation", d__jsonl=ROW), "train_split"),
     ("the_splits_can_be_read", data("d.jsonl --dataset_train_split train[:80%", d__jsonl=ROW), "train_split"),
+    ("the_splits_can_be_read", data("d.jsonl --dataset_train_split train[:101%]", d__jsonl=ROW), "train_split"),
     ("the_splits_can_be_read", data(f"d.jsonl e.jsonl {EVAL}", d__jsonl=ROW, e__jsonl=ROW), "test_split"),
     ("the_splits_can_be_read", Run(f"--dataset_name d {STREAM} --dataset_train_split train[:95%]"), "train_split"),
     ("the_splits_can_be_read", Run(f"{STREAM} {EVAL} --dataset_test_split test+dev"), "test_split"),

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,16 @@ def test_all_check_show_list_plan_and_submit_dry_run_commands_in_readmes_exit_wi
     assert main(shlex.split(words)) == 0
 
 
+def in_bash(script: str, folder) -> str:
+    """What a script prints in which `recipes` is this checkout's command. Any failure ends it."""
+    start = f'set -e\nrecipes() {{ {sys.executable} -m launch "$@"; }}\n'
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
+    done = subprocess.run(["bash", "-c", start + script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_readmes_chat_example_trains_generates_evaluates_loads_and_merges(tiny_model, tmp_path):
     """Word for word, with a tiny model in place of the Hub's."""
@@ -65,10 +76,32 @@ def test_readmes_chat_example_trains_generates_evaluates_loads_and_merges(tiny_m
     (tmp_path / "chats.jsonl").write_text(chats)
     (tmp_path / "load.py").write_text(load)
     commands = train.replace("Qwen/Qwen3-0.6B", str(tiny_model)).replace("source .venv/bin/activate\n", "")
-    start = f'set -e\nrecipes() {{ {sys.executable} -m launch "$@"; }}\n'
-    script = f"{start}{commands}{use}{merge}{sys.executable} load.py > answer.txt"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the best by eval_loss" in done.stdout and "metric" in done.stdout and (tmp_path / "answer.txt").read_text()
+    said = in_bash(f"{commands}{use}{merge}{sys.executable} load.py > answer.txt", tmp_path)
+    assert "the best by eval_loss" in said and "metric" in said and (tmp_path / "answer.txt").read_text()
     assert (tmp_path / "outputs" / "chats" / "merged" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_readmes_commands_that_repeat_compare_explain_diagnose_and_report_exit_with_0(tmp_path):
+    """Word for word, after two short runs, but for a target that such runs reach."""
+    commands = re.findall(r"^recipes (?:rerun|compare|diff|explain|doctor|scale report)\b.*", TEXT, flags=re.M)
+    train = "recipes train --max_steps 12 --measure outputs/scale/timings.jsonl"
+    runs = [f"{train} --recipe {name} --output_dir outputs/{name}" for name in ("fast", "standard")]
+    said = in_bash(
+        "\n".join(["mkdir -p outputs/scale", *runs, *commands]).replace("train_loss 2.5", "train_loss 9"), tmp_path
+    )
+    assert len(commands) == 6 and "train_loss" in said and (tmp_path / "outputs/fast-rerun/run.json").exists()
+
+
+LAUNCHES = re.findall(r"^(?:accelerate launch|recipes train --recipe|recipes fit) .*$", TEXT, flags=re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_the_readmes_launches_of_two_processes_exit_with_0(command, tiny_model, texts, tmp_path):
+    """Word for word, but for two steps, and a tiny model in place of the Hub's."""
+    for name in ("accelerate_configs", "launch"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    words = command.replace("Qwen/Qwen3-0.6B", str(tiny_model)).replace("texts.jsonl", str(texts))
+    in_bash(f"{words} --max_steps 2", tmp_path)
+    assert "--num_processes 2" in command

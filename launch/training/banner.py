@@ -111,17 +111,18 @@ def banner(run: RunSpec, model: torch.nn.Module, tokenizer, data: Data, out: Con
         print_problems([advice("num_processes", what, fix)], out)
 
 
-_SHOWN_APART = ("recipe", "config", "output_dir")
+_SHOWN_APART = {"recipe", "config", "output_dir"}
 
 
 def _changed(run: RunSpec) -> Iterable[str]:
     """Yield a line for each setting that the user wrote, or that the model or data changed. A line
     with their source stands before the settings of each source.
     """
-    changed = {name: setting for name, setting in ({**run.limits, **run.given}).items() if name not in _SHOWN_APART}
-    for source in sorted({setting.source for setting in changed.values()}):
+    changed = {**run.limits, **run.given}
+    names = sorted(changed.keys() - _SHOWN_APART)
+    for source in sorted({changed[name].source for name in names}):
         yield f"{source}:"
-        for name in sorted(name for name in changed if changed[name].source == source):
+        for name in (name for name in names if changed[name].source == source):
             value = shown(name, changed[name].value)
             if isinstance(value, float) and value.is_integer():
                 value = int(value)  # `--save_steps 2` is read as 2.0

@@ -427,9 +427,9 @@ def _offloads_gradients(run: RunSpec) -> bool:
 
 ROWS = (
     error_row("a_launch_starts_processes", "num_processes",
-              lambda run: run.engine.kind != "single" and not run.engine.num_processes
-              and run.engine.raw.get("num_processes") is not None,
-              "is not a whole number from 1 up", "write the number of GPUs, counted over all machines",
+              lambda run: run.engine.kind != "single" and run.engine.raw.get("num_processes") == 0
+              and not run.engine.num_processes,  # a flag wins over the file
+              "is 0: the launcher would start nothing", "write the number of GPUs, counted over all machines",
               "torch's launcher starts nothing and ends in a bare `AssertionError`."),
     error_row("several_processes_on_a_cpu_need_use_cpu", "use_cpu",
               lambda run: run.world_size > 1 and not run.hardware.cuda and not run["use_cpu"],

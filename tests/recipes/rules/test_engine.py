@@ -11,7 +11,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from recipes.rules.check import problems_by_rule
+from recipes.rules.check import check, problems_by_rule
+from recipes.run import here, resolve
 from recipes.run.files import shipped
 from tests.support.parallel import printed, ranks, zero
 from tests.support.real_failures import arguments, assert_fires, launched, losses, tiny_llama, train
@@ -173,6 +174,12 @@ def test_accelerate_launch_starts_one_process_for_distributed_type_no_and_multi_
     launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "train.py"]))
     assert [args.num_processes for args in started] == [2]  # one command, though two were asked for
     assert_fires("single_engine_starts_one_process", {}, world=2, config=file)
+
+
+def test_a_rank_of_torchrun_may_start_the_engine_of_its_recipe():
+    ranks = {"RANK": "0", "WORLD_SIZE": "1"}
+    run = resolve(["--recipe", "memory"], here(1, environment=ranks, launched=True))
+    assert run.engine.kind == "deepspeed" and not [one for one in check(run) if one.severity == "error"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ if os.environ.get("PYTEST_XDIST_WORKER") and not on_gpu:
 def pytest_report_header(config):
     if config.args_source is config.ArgsSource.ARGS:
         return None  # only some tests
-    return "4 minutes on two quiet cores, 8 on busy ones; 25 with -m slow -n 4; once, DeepSpeed compiles"
+    return "4 minutes on two quiet cores, 8 to 10 on busy ones; 25 with -m slow -n 4; once, DeepSpeed compiles"
 
 
 def pytest_collection_modifyitems(items):

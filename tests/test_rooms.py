@@ -44,7 +44,7 @@ BUDGETS = {
     "recipes/planner": 2968,
     "recipes/scaling": 1119,
     "launch": 547,
-    "launch/commands": 1258,
+    "launch/commands": 1261,
     "launch/data": 2090,
     "launch/doctor": 1269,
     "launch/explain": 399,

@@ -155,6 +155,8 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options.a, options.b = options.name, options.diff
         return diff(options, rest)
     if _is_run(options.name):
+        from launch.training.banner import has_risen
+
         record = recorded.read(options.name, "NAME")
         chosen = {name: entry for name, entry in record["settings"].items() if entry["source"] != LIBRARY}
         world = plural(record.get("world_size") or 1, "process")
@@ -162,6 +164,7 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         heading += f"{record.get('engine')}, {world}, started {record.get('started')}\n"
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # an old or edited record
             heading += f"{changes}\n" if (changes := several(record)) else ""
+            heading += "the loss has risen: start again with --fresh, and a lower --learning_rate\n" * has_risen(record)
             course = schedule({name: entry["value"] for name, entry in record["settings"].items()})
             heading += f"schedule: {course}\n"
     else:

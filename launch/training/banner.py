@@ -202,7 +202,7 @@ def _summary(results: Json, run: RunSpec, trainer: RecipeTrainer) -> Iterable[tu
     words += f", {trained:,} of them since the resume" if trained < steps else ""
     yield "steps", f"{steps:,}{words}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
-        risen = ": it has risen" * _has_risen(results)
+        risen = ": it has risen" * has_risen(results)
         yield "loss", f"{results['first_loss']:.3f} at the start, {results['final_loss']:.3f} at the end{risen}"
     if run["load_best_model_at_end"]:
         yield "model", _which_model(results, run)
@@ -220,14 +220,14 @@ def _summary(results: Json, run: RunSpec, trainer: RecipeTrainer) -> Iterable[tu
     yield "peak memory", f"{memory_size(results['peak_memory_bytes'])} {results['peak_memory_of']}"
 
 
-def _has_risen(results: Json) -> bool:
+def has_risen(results: Json) -> bool:
     """True if the training diverged. The batches of a good training differ by less than 20 %."""
     return (results.get("final_loss") or 0) > 1.2 * (results.get("first_loss") or math.inf)
 
 
 def _next_commands(results: Json, run: RunSpec) -> Iterable[str]:
     """Yield the commands that a user may want to run once the model is trained."""
-    if _has_risen(results):
+    if has_risen(results):
         yield "start again with --fresh, and a lower --learning_rate"
         return
     folder = shlex.quote(run["output_dir"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from launch.cli import main as show
 from launch.host.world import World
 from launch.train import main
 from launch.training.failure import report
@@ -23,11 +24,13 @@ def test_an_error_in_writing_the_summary_or_timings_leaves_a_run_finished(monkey
     assert outcome.output.count(note) == 2
 
 
-def test_a_training_whose_loss_has_risen_is_told_to_use_a_lower_learning_rate(tiny_model, texts, tmp_path):
+def test_a_training_whose_loss_has_risen_is_told_to_use_a_lower_learning_rate(tiny_model, texts, tmp_path, capsys):
     for rate, rises in (("1e-3", False), ("1", True)):
         outcome = train_here(tiny_model, texts, tmp_path / rate, "--max_steps", "4", "--learning_rate", rate)
         assert outcome.code == 0 and ("at the end: it has risen" in outcome.output) == rises
         assert ("recipes generate" in outcome.output, "a lower --learning_rate" in outcome.output) == (not rises, rises)
+        assert show(["show", str(tmp_path / rate)]) == 0
+        assert ("the loss has risen" in capsys.readouterr().out) == rises
 
 
 def test_an_error_about_max_length_names_the_models_limit_as_the_source_of_the_value(tiny_model, tmp_path, capsys):

@@ -84,13 +84,12 @@ def test_readmes_chat_example_trains_generates_evaluates_loads_and_merges(tiny_m
 @pytest.mark.slow
 def test_the_readmes_commands_that_repeat_compare_explain_diagnose_and_report_exit_with_0(tmp_path):
     """Word for word, after two short runs, but for a target that such runs reach."""
-    commands = re.findall(r"^recipes (?:rerun|compare|diff|explain|doctor|scale report)\b.*", TEXT, flags=re.M)
-    train = "recipes train --max_steps 12 --measure outputs/scale/timings.jsonl"
-    runs = [f"{train} --recipe {name} --output_dir outputs/{name}" for name in ("fast", "standard")]
-    said = in_bash(
-        "\n".join(["mkdir -p outputs/scale", *runs, *commands]).replace("train_loss 2.5", "train_loss 9"), tmp_path
-    )
-    assert len(commands) == 6 and "train_loss" in said and (tmp_path / "outputs/fast-rerun/run.json").exists()
+    commands = re.findall(r"^recipes (?:rerun|compare|diff|explain|doctor|scale)\b.*", TEXT, flags=re.M)
+    runs = [
+        f"recipes train --max_steps 12 --recipe {name} --output_dir outputs/{name}" for name in ("fast", "standard")
+    ]
+    said = in_bash("\n".join([*runs, *commands]).replace("train_loss 2.5", "train_loss 9"), tmp_path)
+    assert len(commands) == 7 and "train_loss" in said and (tmp_path / "outputs/fast-rerun/run.json").exists()
 
 
 LAUNCHES = re.findall(r"^(?:accelerate launch|recipes train --recipe|recipes fit) .*$", TEXT, flags=re.M)

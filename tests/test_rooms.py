@@ -44,16 +44,16 @@ BUDGETS = {
     "recipes/planner": 2968,
     "recipes/scaling": 1119,
     "launch": 547,
-    "launch/commands": 1261,
+    "launch/commands": 1260,
     "launch/data": 2090,
     "launch/doctor": 1269,
     "launch/explain": 399,
     "launch/fit": 254,
     "launch/host": 1146,
     "launch/jobs": 1333,
-    "launch/output": 1417,
+    "launch/output": 1423,
     "launch/scaling": 882,
-    "launch/training": 2252,
+    "launch/training": 2247,
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.flags import Commands
-from launch.output.record import FIELDS, MATERIAL, NO_DIFFERENCE, several
+from launch.output.record import FIELDS, MATERIAL, NO_DIFFERENCE, has_risen, several
 from launch.terminal import duration, memory_size, plural, print_table, schedule, value_text
 from recipes.catalog import RECIPES
 from recipes.errors import mistake, raise_errors
@@ -155,8 +155,6 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options.a, options.b = options.name, options.diff
         return diff(options, rest)
     if _is_run(options.name):
-        from launch.training.banner import has_risen
-
         record = recorded.read(options.name, "NAME")
         chosen = {name: entry for name, entry in record["settings"].items() if entry["source"] != LIBRARY}
         world = plural(record.get("world_size") or 1, "process")

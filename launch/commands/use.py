@@ -88,7 +88,8 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     trained, found = record.get("data"), fingerprints.of_data(run["dataset_name"])
     if not other and fingerprints.differ(trained, found):
         print_note(f"{name} has changed since the run", console(stderr=True))
-    if trained and trained == found:  # the description of these splits counts evaluated rows that the run trained on
+    is_of_run = trained is not None and trained == found
+    if is_of_run:  # the data's description then counts evaluated rows that the run trained on
         run = run.given_too(dataset_train_split=record["settings"]["dataset_train_split"]["value"])
     require_legal(run)
     prepare_process(run)
@@ -103,7 +104,7 @@ def _evaluated(folder: Path, argv: Sequence[str], scratch: str) -> dict[str, flo
     if classes and unknown:
         what = f"the column holds {', '.join(unknown[:5])}, but the model knows only {', '.join(classes)}"
         raise mistake("dataset_label_field", what, "use the model's class names in this column")
-    words = data.description.partition("\nevaluation: ")[2] if trained and trained == found else data.eval
+    words = data.description.partition("\nevaluation: ")[2] if is_of_run else data.eval
     print(f"{name}, split {run['dataset_test_split'] or 'test or validation'}: {words}")
     with process_group(run, World()) as args:
         model = _model(run, folder, tokenizer, data.labels, data.problem_type)

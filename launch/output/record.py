@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import platform
 import re
 import secrets
@@ -240,6 +241,11 @@ def several(record: Json) -> str:
     found += ["versions of the libraries"] * (len({str(one.get("versions")) for one in sessions}) > 1)
     changed = "; ".join([*found, *record.get("changed", ())])
     return changed and f"a resume changed the recorded run ({changed})"
+
+
+def has_risen(record: Json) -> bool:
+    """True if the training diverged. The batches of a good training differ by less than 20 %."""
+    return (record.get("final_loss") or 0) > 1.2 * (record.get("first_loss") or math.inf)
 
 
 def _status(error: BaseException, folder: Path) -> str:

@@ -5,7 +5,6 @@ This module imports nothing heavy, so that `train.py --help` answers at once.
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launch.host.world import World
+from launch.output.record import has_risen
 from launch.terminal import console, duration, memory_size, plural, print_note, print_problems, schedule
 from launch.training.failure import only_noted
 from recipes import legal
@@ -218,11 +218,6 @@ def _summary(results: Json, run: RunSpec, trainer: RecipeTrainer) -> Iterable[tu
     if results.get("mfu") is not None:
         yield "MFU", f"{results['mfu']:.1%} of the bf16 peak"
     yield "peak memory", f"{memory_size(results['peak_memory_bytes'])} {results['peak_memory_of']}"
-
-
-def has_risen(results: Json) -> bool:
-    """True if the training diverged. The batches of a good training differ by less than 20 %."""
-    return (results.get("final_loss") or 0) > 1.2 * (results.get("first_loss") or math.inf)
 
 
 def _next_commands(results: Json, run: RunSpec) -> Iterable[str]:

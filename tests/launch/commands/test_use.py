@@ -59,9 +59,8 @@ def test_recipes_evaluate_uses_all_of_another_dataset_unless_a_test_split_is_giv
 def test_recipes_evaluate_counts_evaluated_rows_that_the_run_trained_on(adapter, texts, tmp_path, capsys):
     copy = shutil.copy(texts, tmp_path / "copy.jsonl")
     said = answered(capsys, "evaluate", adapter, "--dataset_name", copy)[1]
-    assert "of the rows are also trained on" in said
-    few = tmp_path / "few.jsonl"
-    few.write_text('{"text": "something else"}\n')
+    assert ", 205 of the rows are also trained on" in said
+    few = jsonl(tmp_path, [{"text": "something else"}])
     assert "also trained on" not in answered(capsys, "evaluate", adapter, "--dataset_name", few)[1]
 
 

@@ -41,6 +41,12 @@ def test_the_data_description_counts_sequences_and_tokens_left_over(tokenizer, m
     assert data.description == "stdlib source, 10 sequences of 256 tokens, 40 tokens left over"
 
 
+def test_the_data_description_says_of_a_folder_of_texts_that_each_line_is_an_example(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    data = load_data(run_with(dataset_name=str(tmp_path)), tokenizer)
+    assert ", each line an example, 2 examples" in data.description
+
+
 @pytest.mark.parametrize("task", ["causal_lm", "sequence_classification"])
 def test_the_data_description_counts_evaluation_examples_and_rows_left_out(task, tmp_path, tokenizer):
     rows = [{"text": text, "label": min(number, 1)} for number, text in enumerate(("a", "b", "c", "", "d"))]

@@ -104,6 +104,7 @@ ALSO_FIRES = [
     ("the_splits_can_be_read", Run(f"{STREAM} {EVAL} --dataset_test_split test+dev"), "test_split"),
     ("evaluation_rows_are_not_trained", Run(HELD_OUT), "dataset_test_split"),  # all of train
     ("the_model_is_a_folder", Run("--model_name_or_path m/bsae", files={"m/base/config.json": {}}), "model_name"),
+    ("the_model_is_a_folder", Run("--model_name_or_path nosuch/"), "model_name"),
     ("the_model_is_a_folder", Run(f"{MODEL}/config.json", files=model()), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files={"m/adapter_config.json": {}}), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files=model() | {"m/model.safetensors": LFS}), "model_name"),
